@@ -77,10 +77,10 @@ def capture(model: nn.Module, kwargs: dict[str, Tensor]) -> Any:
 def emit(captured: Any, plan: str, folder: Path) -> Path:
     """Atoms, plan by policy, lower, emit; nothing may be taken from a cache. Returns the emitted file."""
     from shardwright.compile import compile_graph, write
-    from shardwright.plan import draw, read_request
+    from shardwright.plan import build_plan, parse_plan_string
 
     graph = captured.graph
-    _, program, text = compile_graph(graph, lambda facts: draw(graph, read_request(plan), facts))
+    _, program, text = compile_graph(graph, lambda analysis: build_plan(graph, parse_plan_string(plan), analysis))
     return write(text, folder, program)
 
 

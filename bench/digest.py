@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shardwright as sw
-from shardwright.runtime.comparison import InputComparison
+from shardwright.runtime.faults.input_comparison import InputComparison
 
 from .peers import training_step
 from .race import spread_of

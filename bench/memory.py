@@ -35,8 +35,8 @@ from torch.profiler import ProfilerActivity
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.compile import skeleton_of
-from shardwright.cost import Memory, Training, peak
+from shardwright.compile import copy_to_meta
+from shardwright.cost import MemoryPeak, TrainingSetup, simulate_memory
 from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
@@ -166,17 +166,19 @@ def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
     raise RuntimeError(f"{name} under {plan}: the profiler missed releases three times; is the machine busy?")
 
 
-def predict(name: str, plan: str) -> Memory:
+def predict(name: str, plan: str) -> MemoryPeak:
     """What the model of memory says."""
-    facts = analysed(name)
-    made = make_plan(facts.graph, facts, plan, ranks_of(plan))
-    return peak(facts, made.mesh, made.choices(facts.graph.entry), made.storage, Training(optimizer="adamw"))
+    analysis = analysed(name)
+    made = make_plan(analysis.graph, analysis, plan, ranks_of(plan))
+    return simulate_memory(
+        analysis, made.mesh, made.choices(analysis.graph.entry), made.storage, TrainingSetup(optimizer="adamw")
+    )
 
 
 @cache
 def analysed(name: str) -> Analysis:
     module, args, kwargs = MODELS[name]()
-    found = capture(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    found = capture(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
     return analyse(found.graph, probing(found.functions))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 import shardwright as sw
-from shardwright.runtime import nearby
+from shardwright.runtime.collectives import process_group
 
 from .peers import Contender, training_step
 from .workload import Workload, optimizer_of
@@ -22,13 +22,13 @@ def ours(plan: str) -> Callable[[Workload], Contender]:
 
 def silent_tp(work: Workload) -> Contender:
     """Tensor parallelism that leaves its sums out, and so computes something else: how fast it could be at most."""
-    talking, whole = nearby.all_reduce, ours("tp=2")(work)
+    talking, whole = process_group.all_reduce, ours("tp=2")(work)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        nearby.all_reduce = lambda *given: nearby.DONE  # type: ignore[assignment]
+        process_group.all_reduce = lambda *given: process_group.DONE  # type: ignore[assignment]
         try:
             return whole.step(x, y)
         finally:
-            nearby.all_reduce = talking
+            process_group.all_reduce = talking
 
     return Contender(name="tp=2, silent", step=step, is_whole=False)

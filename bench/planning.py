@@ -25,13 +25,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from shardwright.cluster import find
-from shardwright.cost import Training, flops
+from shardwright.cost import TrainingSetup, flops
 from shardwright.errors import PlanError
 from shardwright.ir import Graph
 from shardwright.parallelize import captured_graph
 from shardwright.plan import Plan
-from shardwright.plan.auto import Wishes
-from shardwright.planning import Batching, Setting, make_plan, only_scalars
+from shardwright.plan.auto import SearchOptions
+from shardwright.planning import Batching, PlanningTask, make_plan, only_scalars
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
 
@@ -160,9 +160,7 @@ def deep() -> tuple[nn.Module, Any]:
 
 CASES = {
     "llama-8b": Case(make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0),
-    "llama-8b-short": Case(
-        make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0, memory=24 * 2**30
-    ),
+    "llama-8b-short": Case(make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0, memory=24 * 2**30),
     "llama-70b": Case(make=lambda: llama(8192, 28672, 80, 64, 512), cluster="64x8xH100", limit=10.0),
     "deep": Case(make=deep, cluster="8xA100-80GB", limit=10.0),
     "bert": Case(make=bert, cluster="4x8xA100-80GB", limit=20.0),
@@ -182,21 +180,21 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     began = time.monotonic()
     captured = captured_graph(module, example)
     graph = only_scalars(captured.graph)
-    facts = analyse(graph, probing(captured.functions))
+    analysis = analyse(graph, probing(captured.functions))
     middle, processor = time.monotonic(), time.process_time()
     show(f"{name} was captured in {middle - began:.1f} s")
-    setting = Setting(
+    setting = PlanningTask(
         cluster=cluster,
-        training=Training(compute=case.precision),
-        wishes=Wishes(memory=case.memory),
+        training=TrainingSetup(compute=case.precision),
+        options=SearchOptions(memory=case.memory),
         progress=lambda what, best: show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s"),
     )
-    plan = make_plan(graph, facts, "auto", cluster.size, setting, case.batching)
+    plan = make_plan(graph, analysis, "auto", cluster.size, setting, case.batching)
     took, busy = time.monotonic() - middle, time.process_time() - processor
     flat = seconds_flat(graph, analyse(graph, probing(captured.functions)), setting, case.batching)
     said = plan.predicted["train"]
     count = sum(parameter.numel() for parameter in module.parameters())
-    work = 3 * sum(flops(facts.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
+    work = 3 * sum(flops(analysis.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
     rate = work / said["seconds"] / cluster.size / 1e12
     coloured = [f"[{'green' if seconds <= case.limit else 'red'}]{seconds:.1f}" for seconds in (flat, took)]
     return (
@@ -205,21 +203,21 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def seconds_flat(graph: Graph, facts: Analysis, setting: Setting, batching: Batching) -> float:
+def seconds_flat(graph: Graph, analysis: Analysis, setting: PlanningTask, batching: Batching) -> float:
     """How long it takes without pipelines, to find a plan or that there is none."""
-    setting = replace(setting, wishes=replace(setting.wishes, pipelines=False))
+    setting = replace(setting, options=replace(setting.options, pipelines=False))
     began = time.monotonic()
     with suppress(PlanError):
-        make_plan(graph, facts, "auto", setting.cluster.size, setting, batching)
+        make_plan(graph, analysis, "auto", setting.cluster.size, setting, batching)
     return time.monotonic() - began
 
 
 def in_words(plan: Plan) -> str:
     if not plan.is_pipeline:
         return str(plan.mesh)
-    seats = len({segment.mesh.devices for segment in plan.segments})
+    pp_ranks = len({segment.mesh.devices for segment in plan.segments})
     meshes = " | ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
-    return f"pp={seats} x {meshes}, {plan.microbatches} microbatches, {plan.schedule}"
+    return f"pp={pp_ranks} x {meshes}, {plan.microbatches} microbatches, {plan.schedule}"
 
 
 def main() -> None:

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from shardwright.capture import capture
-from shardwright.cluster import Cluster, Device, Group, parse
-from shardwright.cluster.catalogue import DEVICES, Assumed, curves
-from shardwright.cost import Call, Training, call_of, join_time, op_time, update_time
+from shardwright.cluster import Cluster, Device, NodeGroup, parse
+from shardwright.cluster.catalogue import DEVICES, AssumedEfficiency, curves
+from shardwright.cost import LocalCall, TrainingSetup, join_time, local_call, op_time, update_time
 from shardwright.layout import Axis, Mesh
-from shardwright.plan import POLICIES, Draft
-from shardwright.schedule import Edge, Times, interleaved, simulate
+from shardwright.plan import POLICIES, PlanBuilder
+from shardwright.schedule import StageEdge, StageTimes, interleaved, simulate
 
 from .language import Language
 
@@ -143,7 +143,7 @@ def _scaling(line: dict[str, str]) -> Row:
 class Counted:
     """The calls of a microbatch on one device, the values whose gradients join, and the elements of its parameters."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[LocalCall, ...]
     joins: tuple[tuple[float, int], ...]
     parameters: float
 
@@ -160,7 +160,7 @@ class Part:
         return Part(*(mine - times * its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
-TRAINING = Training(compute="bfloat16")
+TRAINING = TrainingSetup(compute="bfloat16")
 
 
 @cache
@@ -172,12 +172,12 @@ def counted(
         ids = torch.zeros(batch, seq, dtype=torch.long)
     graph = capture(model, (ids, ids)).graph
     axis = Axis(name="tp", size=tp)
-    draft = Draft(graph, Mesh(axes=(axis,)))
+    builder = PlanBuilder(graph, Mesh(axes=(axis,)))
     if tp > 1:
-        POLICIES["tp"](draft, axis)
-    choices = draft.finish("tp").entries[graph.entry][0].choices
-    signatures = draft.facts.signatures
-    calls = {op.name: call_of(signatures[op.name], choices[op.name], draft.mesh, TRAINING) for op in graph.ops}
+        POLICIES["tp"](builder, axis)
+    choices = builder.finish("tp").entries[graph.entry][0].choices
+    signatures = builder.analysis.signatures
+    calls = {op.name: local_call(signatures[op.name], choices[op.name], builder.mesh, TRAINING) for op in graph.ops}
     held: dict[str, list[float]] = {}
     for op in graph.ops:
         if op.name in calls and calls[op.name].gradient:
@@ -189,7 +189,7 @@ def counted(
         user, index = graph.users[parameter.value][0]
         parameters += calls[user.name].inputs[index].elements
     joins = tuple((max(sizes), len(sizes)) for sizes in held.values() if len(sizes) > 1)
-    fixed = draft.facts.constants
+    fixed = builder.analysis.constants
     return Counted(
         calls=tuple(calls[op.name] for op in graph.ops if not all(name in fixed for name in op.outputs)),
         joins=joins,
@@ -279,16 +279,16 @@ def staged(
     count = row.pp * chunks
     layers = row.layers / count
     times = [
-        Times(layers * layer[0] + share * rest[0], layers * layer[1] + share * rest[1])
+        StageTimes(layers * layer[0] + share * rest[0], layers * layer[1] + share * rest[1])
         for at in range(count)
         for share in [(at == 0) / 2 + (at == count - 1) / 2]
     ]
     sent = cluster.collective_time("send", activations / row.tp, mesh, ["pp"])
-    edges = [Edge(at, at + 1, sent, sent) for at in range(count - 1)]
+    edges = [StageEdge(at, at + 1, sent, sent) for at in range(count - 1)]
     return simulate(interleaved(row.pp, row.accumulate, chunks), times, edges).total
 
 
-def cluster_of(row: Row, assumed: Assumed | None = None) -> Cluster:
+def cluster_of(row: Row, assumed: AssumedEfficiency | None = None) -> Cluster:
     cluster = parse(f"{row.gpus}x{row.gpu}")
     if assumed is None:
         return cluster
@@ -296,7 +296,7 @@ def cluster_of(row: Row, assumed: Assumed | None = None) -> Cluster:
     known = DEVICES[row.gpu]
     device = replace(known, efficiency=curves(assumed, known.flops, known.bandwidth), edge=assumed.edge)
     node = replace(group.node, device=device)
-    return replace(cluster, groups=(Group(node=node, nodes=group.nodes),))
+    return replace(cluster, groups=(NodeGroup(node=node, nodes=group.nodes),))
 
 
 # -- what comes out
@@ -345,7 +345,7 @@ def report(found: Sequence[tuple[Row, float]]) -> None:
 class Constants:
     """All that was fitted: what a device reaches, and the loss of overlap. Pass counts were not."""
 
-    assumed: Assumed
+    assumed: AssumedEfficiency
     loss: float = OVERLAP_LOSS
 
     def predict(self, row: Row) -> float:
@@ -367,7 +367,7 @@ TRIED: dict[str, tuple[float, ...]] = {
 
 def fitted(rows: Sequence[Row]) -> Constants:
     """The constants that fit these rows best, begun at ones that were there before anything was fitted."""
-    best = Constants(Assumed(0.75, 0.45, 0.85, 5e-6, 128), 0.1)
+    best = Constants(AssumedEfficiency(0.75, 0.45, 0.85, 5e-6, 128), 0.1)
     for _ in range(2):
         for name, values in TRIED.items():
             tried = [

@@ -10,7 +10,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.runtime import Part, comm
+from shardwright.runtime import SplitDim
+from shardwright.runtime.collectives import comm
 
 
 @sw.register_op("b (h d^) -> b (h d^)")
@@ -27,9 +28,9 @@ def softened(x: Tensor) -> Tensor:
     return x * x.square().sum(-1, keepdim=True).rsqrt()
 
 
-def centred_over_ranks(x: Tensor, part: Part) -> Tensor:
+def centred_over_ranks(x: Tensor, part: SplitDim) -> Tensor:
     """The mean over the rows of all ranks: a sum forward, and another one backward."""
-    total = comm.fan_out(comm.fan_in(x.sum(0), part.group), part.group)
+    total = comm.all_reduce(x.sum(0), part.group, dst=comm.R)
     return x - total / part.size
 
 

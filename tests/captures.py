@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.capture import Captured, capture, capture_pair
-from shardwright.capture.auto import AUTO
-from shardwright.capture.keep import CALLEES
-from shardwright.capture.opaque import opaque_parts
+from shardwright.capture import CapturedGraph, capture, capture_pair
+from shardwright.capture.user_calls.find_opaque import AUTO
+from shardwright.capture.user_calls.kept import CALLEES
+from shardwright.capture.user_calls.opaque import opaque_parts
 from shardwright.ir import Graph
 from shardwright.verify import original
 
 MOST = 64
 CALLERS = ("compile.compiler", "parallelize", "verify.parity", "verify.program", "rehearse.rehearsal")
-_made: dict[bytes | None, Captured] = {}
+_made: dict[bytes | None, CapturedGraph] = {}
 
 
 def keep_captures() -> None:
@@ -39,7 +39,7 @@ def keep_captures() -> None:
 
 def captured(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, entry: str, promote: bool = False, real: Any
-) -> Captured:
+) -> CapturedGraph:
     """What `capture` gives, or gave."""
     key = _key(module, tuple(args), dict(kwargs), entry, promote)
     held = _made.get(key)
@@ -49,7 +49,7 @@ def captured(
 def captured_pair(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Any,
     promote: Callable[[Graph], bool],
-) -> tuple[Captured, Captured | None]:  # fmt: skip
+) -> tuple[CapturedGraph, CapturedGraph | None]:  # fmt: skip
     """What `capture_pair` gives, or gave."""
     keys = [_key(module, args, kwargs, entry, wanted) for wanted in (False, True)]
     plain, wide = (_made.get(key) for key in keys)
@@ -61,7 +61,7 @@ def captured_pair(
     return plain, wide if promote(plain.graph) else None
 
 
-def _keep(key: bytes | None, made: Captured) -> Captured:
+def _keep(key: bytes | None, made: CapturedGraph) -> CapturedGraph:
     if key is not None:
         if len(_made) >= MOST:
             del _made[next(iter(_made))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.batch_dim import find_batch_dim, said_by
+from shardwright.batch_dim import declared_by, find_batch_dim
 
 
 def told(shapes):
@@ -46,9 +46,9 @@ def test_sizes_that_do_not_tell_say_why(shapes):
 
 def test_what_is_said_counts_more_than_sizes():
     shapes = {"x": (4, 4, 16), "batch['mask']": (4, 4), "batch['y']": (4,)}
-    assert said_by(["batch['mask']"], shapes) == {"x": True, "batch['mask']": False, "batch['y']": True}
-    assert said_by(["batch"], shapes) == {"x": True, "batch['mask']": False, "batch['y']": False}
-    assert said_by(["bat"], shapes) == dict.fromkeys(shapes, True)
-    found = find_batch_dim(list(shapes.items()), said_by(["batch['mask']"], shapes))
+    assert declared_by(["batch['mask']"], shapes) == {"x": True, "batch['mask']": False, "batch['y']": True}
+    assert declared_by(["batch"], shapes) == {"x": True, "batch['mask']": False, "batch['y']": False}
+    assert declared_by(["bat"], shapes) == dict.fromkeys(shapes, True)
+    found = find_batch_dim(list(shapes.items()), declared_by(["batch['mask']"], shapes))
     assert (found.size, found.batched) == (4, (True, False, True))
-    assert find_batch_dim([("images", (8,)), ("texts", (16,))], said_by([], ["images", "texts"])).size is None
+    assert find_batch_dim([("images", (8,)), ("texts", (16,))], declared_by([], ["images", "texts"])).size is None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 
 from .captures import captured
 
@@ -20,7 +20,7 @@ class Scaled(nn.Module):
 
 
 def of(module: nn.Module, rows: int = 2, entry: str = "train"):
-    return captured(skeleton_of(module), (torch.zeros(rows, 4),), {}, entry=entry, real=None)
+    return captured(copy_to_meta(module), (torch.zeros(rows, 4),), {}, entry=entry, real=None)
 
 
 def test_the_same_is_captured_once():

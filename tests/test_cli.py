@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from shardwright.cli import main, with_rows
-from shardwright.cli.watching import Watching
-from shardwright.runtime import comm
+from shardwright.cli import main, resize_batch
+from shardwright.cli.progress import SearchProgress
+from shardwright.runtime.collectives import comm
 
 NET = """
 import torch
@@ -89,7 +89,7 @@ def test_the_cluster_may_be_a_file_or_larger_than_what_is_asked_for(net, tmp_pat
 
 
 def test_rows_of_a_batch_are_split_only_where_inputs_are_rows(net, capsys):
-    assert main(["plan", net, "--cluster", "cpu:2", "--inputs", "rows", "--full"]) == 0
+    assert main(["plan", net, "--cluster", "cpu:2", "--inputs", "per_replica", "--full"]) == 0
     assert "mesh dp=2" in capsys.readouterr().out
 
 
@@ -115,7 +115,7 @@ def test_two_plan_files_are_compared(net, capsys):
 
     assert main(["diff", "tp.json", "dp.json"]) == 0
     out = capsys.readouterr().out
-    assert "waiting for communication" in out
+    assert "blocking communication" in out
     assert "up / linear" in out
     assert main(["diff", "dp.json", "zero.json", "--model", net]) == 0
     out = capsys.readouterr().out
@@ -128,12 +128,14 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(net, tmp_path, capsys, monkey
     shown = []
 
     def interrupted(watching, what, best):
-        Watching.__call__(watching, what, best)
+        SearchProgress.__call__(watching, what, best)
         shown.append((what, best))
         if len(shown) == 1:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("shardwright.cli.Watching", type("Interrupted", (Watching,), {"__call__": interrupted}))
+    monkeypatch.setattr(
+        "shardwright.cli.SearchProgress", type("Interrupted", (SearchProgress,), {"__call__": interrupted})
+    )
     before = signal.getsignal(signal.SIGINT)
     assert main(["plan", net, "--cluster", "8xA100-80GB", "--batch", "64", "-o", "plan.json"]) == 0
 
@@ -179,7 +181,7 @@ def test_compile_writes_code_that_can_be_read(net, tmp_path, capsys):
     (path,) = (tmp_path / "out").rglob("*.py")
     text = path.read_text()
     compile(text, str(path), "exec")
-    assert "class Net(Stage)" in text
+    assert "class Net(Program)" in text
     assert "B = 8" in text
     assert "4 devices" in capsys.readouterr().out
     assert not list((tmp_path / "out").rglob("*.part"))
@@ -199,13 +201,13 @@ def test_verify_prints_a_table_and_says_yes(net, capsys):
 
 
 def test_verify_says_no_and_where(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert main(["verify", net, "--plan", "tp=2", "--steps", "1", "--trace"]) == 1
 
     out = " ".join(capsys.readouterr().out.split())
     assert "tensors differ" in out
-    assert "the first difference: down / bias < fan_in down" in out
+    assert "the first difference: down / bias < all_reduce down" in out
 
 
 def test_verify_without_a_plan_tries_one_of_each_kind(net, capsys):
@@ -216,13 +218,13 @@ def test_verify_without_a_plan_tries_one_of_each_kind(net, capsys):
 
 
 def test_verify_without_a_plan_says_which_kind_is_wrong_and_where(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert main(["verify", net, "--steps", "1", "--trace"]) == 1
 
     out = " ".join(capsys.readouterr().out.split())
     assert "under tp=2" in out
-    assert "the first difference: down / bias < fan_in down" in out
+    assert "the first difference: down / bias < all_reduce down" in out
 
 
 def test_verify_does_not_search_for_one_rank(net, capsys):
@@ -246,7 +248,7 @@ def test_a_plan_file_is_rehearsed(net, capsys):
 
 
 def test_a_rehearsal_of_a_wrong_program_says_no(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert main(["rehearse", "tp=4", "--model", net, "--steps", "1"]) == 1
 
@@ -342,7 +344,8 @@ def test_verify_in_microbatches(net, plan, capsys):
 def test_verify_notices_a_pipeline_that_is_wrong(net, capsys, monkeypatch):
     """Gradients of one microbatch are lost."""
     monkeypatch.setattr(
-        "shardwright.runtime.pipeline.loop.share", lambda out, gradient, count, at: gradient * (at == 0)
+        "shardwright.runtime.pipeline.autograd.microbatch_gradient",
+        lambda out, gradient, count, at: gradient * (at == 0),
     )
 
     assert main(["verify", net, "--plan", "pp=2", "--microbatches", "2", "--steps", "1"]) == 1
@@ -440,15 +443,15 @@ def test_a_plan_for_the_loss_alone_is_a_plan_for_all_outputs(tmp_path, capsys):
 
 def test_rows_are_repeated_or_cut():
     x, y = torch.arange(3), torch.arange(6).view(3, 2)
-    (a,), kwargs = with_rows(((x,), {"y": y, "flag": True}), 5)
+    (a,), kwargs = resize_batch(((x,), {"y": y, "flag": True}), 5)
     assert a.tolist() == [0, 1, 2, 0, 1]
     assert kwargs["y"].shape == (5, 2)
     assert kwargs["flag"] is True
-    assert with_rows(((x,), {}), 2)[0][0].tolist() == [0, 1]
+    assert resize_batch(((x,), {}), 2)[0][0].tolist() == [0, 1]
 
 
 def test_an_input_without_a_batch_dim_is_not_repeated():
-    (x, mask), _ = with_rows(((torch.zeros(3, 2, 4), torch.eye(2)), {}), 5)
+    (x, mask), _ = resize_batch(((torch.zeros(3, 2, 4), torch.eye(2)), {}), 5)
     assert (x.shape, mask.shape) == ((5, 2, 4), (2, 2))
 
 

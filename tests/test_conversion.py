@@ -7,21 +7,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwright.conversion import find_steps, forget_gradient, reordered, same, step_cost
 from shardwright.errors import LayoutError
 from shardwright.layout import (
-    FANNED,
-    SUMMED,
-    WHOLE,
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
     Axis,
     Block,
     Layout,
     Partial,
-    make_cut,
+    contiguous_shard,
     make_layout,
-    plain_cut,
-    whole,
+    make_shard,
+    replicated,
 )
+from shardwright.reshard import find_reshards, forget_gradient, reordered, reshard_cost, same_placement
 from tests.layout.drawn import factored, few, layouts, meshes, numbered, piece, shape_of
 from tests.layout.simulated import FORWARD, assert_lies, backward, forward, spread
 
@@ -36,7 +36,7 @@ def conversions(draw):
 
 
 def steps_between(start: Layout, goal: Layout, shape, sizes, gradient: bool = True):
-    _, steps, _ = find_steps([start], goal, shape, 4, sizes, gradient)
+    _, steps, _ = find_reshards([start], goal, shape, 4, sizes, gradient)
     return steps
 
 
@@ -95,7 +95,7 @@ def test_a_value_without_a_gradient_needs_no_step_for_one(case):
 
     steps = steps_between(start, goal, shape, mesh.sizes, gradient=False)
 
-    assert not {"fan_out", "fan_in_out", "gather_sum", "gradient_on_first", "take_pad"} & set(kinds(steps))
+    assert not {"replicate", "all_reduce_to_r", "all_gather_to_r", "invariant", "shard_from_r"} & set(kinds(steps))
     end = forward(steps, spread(value, forget_gradient(start), mesh, random), mesh)
     assert_lies(end, value, forget_gradient(goal), mesh)
 
@@ -104,16 +104,16 @@ def test_a_value_without_a_gradient_needs_no_step_for_one(case):
 @given(conversions())
 def test_no_way_is_dearer_than_the_one_through_whole(case):
     mesh, shape, start, goal = case
-    middle = whole(len(shape))
+    middle = replicated(len(shape))
 
-    _, steps, cost = find_steps([start], goal, shape, 4, mesh.sizes, True)
-    there = find_steps([start], middle, shape, 4, mesh.sizes, True)[2]
-    back = find_steps([middle], goal, shape, 4, mesh.sizes, True)[2]
+    _, steps, cost = find_reshards([start], goal, shape, 4, mesh.sizes, True)
+    there = find_reshards([start], middle, shape, 4, mesh.sizes, True)[2]
+    back = find_reshards([middle], goal, shape, 4, mesh.sizes, True)[2]
 
     assert cost <= there + back + 1e-6
     before, total = start, 0.0
     for step in steps:
-        total += step_cost(step, before, float(np.prod(shape) * 4), mesh.sizes, True)
+        total += reshard_cost(step, before, float(np.prod(shape) * 4), mesh.sizes, True)
         before = step.after
     assert total == pytest.approx(cost)
 
@@ -123,36 +123,36 @@ def test_no_way_is_dearer_than_the_one_through_whole(case):
 def test_from_several_starts_the_nearest_is_taken(case):
     mesh, shape, start, goal = case
 
-    index, steps, cost = find_steps([start, goal], goal, shape, 4, mesh.sizes, True)
+    index, steps, cost = find_reshards([start, goal], goal, shape, 4, mesh.sizes, True)
 
     assert cost == 0.0
     assert steps == ()
-    assert index == 1 or same(start, goal, mesh.sizes)
+    assert index == 1 or same_placement(start, goal, mesh.sizes)
 
 
 # The table of section 4: one axis, one step.
 
-ROWS = make_layout([[plain_cut(TP, 8)], []])
-COLUMNS = make_layout([[], [plain_cut(TP, 6)]])
-AT = {name: make_layout([[], []], {"tp": held}) for name, held in (("W", WHOLE), ("F", FANNED), ("P", SUMMED))}
+ROWS = make_layout([[contiguous_shard(TP, 8)], []])
+COLUMNS = make_layout([[], [contiguous_shard(TP, 6)]])
+AT = {name: make_layout([[], []], {"tp": held}) for name, held in (("I", INVARIANT), ("R", REPLICATE), ("P", PARTIAL))}
 AT |= {"S": ROWS, "S'": COLUMNS}
 
 
 @pytest.mark.parametrize(
     ("start", "goal", "expected"),
     [
-        ("P", "W", "fan_in"),
-        ("W", "F", "fan_out"),
-        ("P", "F", "fan_in_out"),
-        ("S", "W", "gather"),
-        ("S", "F", "gather_sum"),
-        ("W", "S", "take"),
-        ("F", "S", "take_pad"),
+        ("P", "I", "all_reduce"),
+        ("I", "R", "replicate"),
+        ("P", "R", "all_reduce_to_r"),
+        ("S", "I", "all_gather"),
+        ("S", "R", "all_gather_to_r"),
+        ("I", "S", "shard"),
+        ("R", "S", "shard_from_r"),
         ("P", "S", "reduce_scatter"),
-        ("S", "P", "pad"),
-        ("S", "S'", "exchange"),
-        ("W", "P", "on_first"),
-        ("F", "W", "gradient_on_first"),
+        ("S", "P", "zero_pad"),
+        ("S", "S'", "all_to_all"),
+        ("I", "P", "partial"),
+        ("R", "I", "invariant"),
     ],
 )
 def test_each_row_of_the_table_is_one_step(start, goal, expected):
@@ -166,42 +166,42 @@ def test_the_simulator_knows_every_kind_that_the_table_has():
 def test_a_bias_that_is_only_sent_through_is_not_summed_and_cut_in_two_steps():
     """All_reduce and slice is what a naive lowering does; reduce_scatter moves half of it."""
     (step,) = steps_between(AT["P"], AT["S"], (8, 6), {"tp": 2})
-    naive = [*steps_between(AT["P"], AT["W"], (8, 6), {"tp": 2}), *steps_between(AT["W"], AT["S"], (8, 6), {"tp": 2})]
+    naive = [*steps_between(AT["P"], AT["I"], (8, 6), {"tp": 2}), *steps_between(AT["I"], AT["S"], (8, 6), {"tp": 2})]
 
     assert step.kind == "reduce_scatter"
-    assert kinds(naive) == ["fan_in", "take"]
-    assert step_cost(step, AT["P"], 1e9, {"tp": 2}, False) < step_cost(naive[0], AT["P"], 1e9, {"tp": 2}, False)
+    assert kinds(naive) == ["all_reduce", "shard"]
+    assert reshard_cost(step, AT["P"], 1e9, {"tp": 2}, False) < reshard_cost(naive[0], AT["P"], 1e9, {"tp": 2}, False)
 
 
 def test_a_cut_of_other_blocks_on_the_same_dim_is_gathered_and_taken_anew():
-    plain = make_layout([[plain_cut(TP, 12)]])
-    heads = make_layout([[make_cut(TP, [Block(3, 4, 1)])]])
+    plain = make_layout([[contiguous_shard(TP, 12)]])
+    heads = make_layout([[make_shard(TP, [Block(3, 4, 1)])]])
 
-    assert kinds(steps_between(plain, heads, (12,), {"tp": 2})) == ["gather", "take"]
+    assert kinds(steps_between(plain, heads, (12,), {"tp": 2})) == ["all_gather", "shard"]
 
 
 def test_a_maximum_is_reduced_as_a_maximum_and_never_scattered():
     start = make_layout([[]], {"tp": Partial("max")})
 
-    steps = steps_between(start, make_layout([[plain_cut(TP, 8)]]), (8,), {"tp": 2}, gradient=False)
+    steps = steps_between(start, make_layout([[contiguous_shard(TP, 8)]]), (8,), {"tp": 2}, gradient=False)
 
-    assert kinds(steps) == ["reduce", "take"]
+    assert kinds(steps) == ["reduce", "shard"]
     assert steps[0].reduction == "max"
 
 
 def test_only_the_minor_most_axis_of_a_dim_is_gathered_directly():
     sizes = {"dp": 2, "tp": 2}
-    stored = make_layout([[plain_cut(TP, 8), plain_cut(DP, 4)]])
-    wrong = make_layout([[plain_cut(DP, 8), plain_cut(TP, 4)]])
-    wanted = make_layout([[plain_cut(TP, 8)]])
+    stored = make_layout([[contiguous_shard(TP, 8), contiguous_shard(DP, 4)]])
+    wrong = make_layout([[contiguous_shard(DP, 8), contiguous_shard(TP, 4)]])
+    wanted = make_layout([[contiguous_shard(TP, 8)]])
 
-    assert kinds(steps_between(stored, wanted, (8,), sizes)) == ["gather"]
+    assert kinds(steps_between(stored, wanted, (8,), sizes)) == ["all_gather"]
     assert len(steps_between(wrong, wanted, (8,), sizes)) > 1, "dp major can't give tp rank 0 its rows in one step"
 
 
 def test_what_can_not_be_cut_so_is_refused_with_both_layouts_and_the_shape():
     with pytest.raises(LayoutError, match=r"no way from \[\.\] to \[tp\] for a shape of \[6\]"):
-        steps_between(whole(1), make_layout([[plain_cut(TP, 8)]]), (6,), {"tp": 2})
+        steps_between(replicated(1), make_layout([[contiguous_shard(TP, 8)]]), (6,), {"tp": 2})
 
 
 # Saying the same in another order.
@@ -216,13 +216,13 @@ def test_a_reordered_layout_puts_the_same_elements_in_the_same_places(case, data
     moved = reordered(layout, axis, mesh.sizes)
 
     assume(moved is not None)
-    dim, cut = moved.cut_of(axis)
-    assert moved.cuts[dim][-1] == cut
+    dim, cut = moved.shard_of(axis)
+    assert moved.shards[dim][-1] == cut
     for device in mesh.devices:
         at = mesh.coordinates(device)
         one, other = (piece(numbered(shape), it, mesh.sizes, at) for it in (layout, moved))
         assert np.array_equal(one, other)
-    assert same(layout, moved, mesh.sizes)
+    assert same_placement(layout, moved, mesh.sizes)
 
 
 @few
@@ -234,7 +234,7 @@ def test_layouts_that_are_called_the_same_are_the_same_on_every_device(case):
         for d in mesh.devices
     )
 
-    if same(one, other, mesh.sizes):
+    if same_placement(one, other, mesh.sizes):
         assert alike
         assert one.rest == other.rest
 
@@ -242,23 +242,23 @@ def test_layouts_that_are_called_the_same_are_the_same_on_every_device(case):
 def test_two_even_cuts_may_be_said_in_either_order_if_each_is_said_anew():
     """The heads, then the width within a head, or the width of every head, then the heads."""
     sizes = {"dp": 2, "tp": 2}
-    heads_then_width = make_layout([[make_cut(TP, [Block(1, 4, 6)]), make_cut(DP, [Block(2, 6, 1)])]])
-    width_then_heads = make_layout([[make_cut(DP, [Block(4, 6, 1)]), make_cut(TP, [Block(1, 4, 3)])]])
+    heads_then_width = make_layout([[make_shard(TP, [Block(1, 4, 6)]), make_shard(DP, [Block(2, 6, 1)])]])
+    width_then_heads = make_layout([[make_shard(DP, [Block(4, 6, 1)]), make_shard(TP, [Block(1, 4, 3)])]])
 
-    assert same(heads_then_width, width_then_heads, sizes)
+    assert same_placement(heads_then_width, width_then_heads, sizes)
     assert reordered(heads_then_width, "tp", sizes) == width_then_heads
 
 
 def test_the_same_cuts_in_another_order_are_another_layout():
     """Rows 0, 1 and 4, 5 again: swapping the names of two axes swaps the rows."""
-    one = make_layout([[plain_cut(TP, 8), plain_cut(DP, 4)]])
-    other = make_layout([[plain_cut(DP, 8), plain_cut(TP, 4)]])
+    one = make_layout([[contiguous_shard(TP, 8), contiguous_shard(DP, 4)]])
+    other = make_layout([[contiguous_shard(DP, 8), contiguous_shard(TP, 4)]])
 
-    assert not same(one, other, {"dp": 2, "tp": 2})
+    assert not same_placement(one, other, {"dp": 2, "tp": 2})
 
 
 def test_an_uneven_cut_keeps_its_place():
-    uneven = make_layout([[plain_cut(TP, 10), plain_cut(DP, 5)]])
+    uneven = make_layout([[contiguous_shard(TP, 10), contiguous_shard(DP, 5)]])
 
     assert reordered(uneven, "tp", {"dp": 2, "tp": 2}) is None
     assert reordered(uneven, "dp", {"dp": 2, "tp": 2}) == uneven

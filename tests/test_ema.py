@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shardwright.ema import EMA
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from tests.models.zoo import ZOO
 from tests.parity.looped import parameters
 from tests.parity.threaded import world_of

@@ -13,8 +13,9 @@ from shardwright.capture import capture
 from shardwright.errors import RuleError
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
-from shardwright.plan.draft import Draft
-from shardwright.runtime import Part, comm
+from shardwright.plan.builder import PlanBuilder
+from shardwright.runtime import SplitDim
+from shardwright.runtime.collectives import comm
 from tests.capture.agreement import agree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile looks at it
@@ -103,7 +104,7 @@ def doubled_(x):
     return x.mul_(2)
 
 
-def rows_of_part(table, ids, part: Part):
+def rows_of_part(table, ids, part: SplitDim):
     """The rows that this rank has, zeros for the others: a partial sum."""
     place = ids - part.start
     own = (place >= 0) & (place < part.length)
@@ -115,9 +116,9 @@ def lookup(table, ids):
     return table[ids]
 
 
-def centred_part(x, part: Part):
+def centred_part(x, part: SplitDim):
     """The mean over rows of all ranks, by a sum that also goes backward."""
-    total = comm.fan_out(comm.fan_in(x.sum(0), part.group), part.group)
+    total = comm.replicate(comm.all_reduce(x.sum(0), part.group), part.group)
     return x - total / part.size
 
 
@@ -265,11 +266,11 @@ def split_on(name: str, label: str):
     """A policy that splits one op on one label."""
 
     def policy(graph, world: int) -> Plan:
-        draft = Draft(graph, Mesh(axes=(Axis(name="tp", size=world),)))
+        builder = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=world),)))
         (op,) = (op for op in graph.ops if op.name.endswith(name))
-        (role,) = (role for role in draft.roles(op) if role.label == label)
-        draft.split(op, draft.mesh.axis("tp"), role)
-        return draft.finish(f"{name}-{label}")
+        (role,) = (role for role in builder.roles(op) if role.label == label)
+        builder.split(op, builder.mesh.axis("tp"), role)
+        return builder.finish(f"{name}-{label}")
 
     return policy
 
@@ -280,7 +281,7 @@ def test_an_own_algorithm_does_its_split(name, label, size, tmp_path):
     report = sw.verify(Net(), split_on(name, label), example=example(), method="threads", size=size, directory=tmp_path)
     assert report.passed, str(report)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))
-    assert f'runtime.own("call.{__name__}.{name}", "{label}", self.tp, ' in text
+    assert f'runtime.custom_algorithm("call.{__name__}.{name}", "{label}", self.tp, ' in text
 
 
 def test_a_rule_may_be_a_function_of_the_arguments():
@@ -461,7 +462,7 @@ def test_a_wrong_rule_leaves_nothing_behind():
 
 
 def test_a_wrong_algorithm_is_refused():
-    def forgetful(x, part: Part):
+    def forgetful(x, part: SplitDim):
         return x - x.mean(0)
 
     with pytest.raises(RuleError, match="split on n over 2 the result is off by"):

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from shardwright.verify.measure import TOLERANCE, Report
-from shardwright.verify.parity import Reference, hold, make_task, ranks_of, refer
+from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task, ranks_of
 
 
 def referred(model: nn.Module, example: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Reference:
     """The original, run; `options` are those of `sw.verify` that concern it."""
-    return refer(make_task(model, example, dtype, torch.device("cpu"), **options))
+    return make_reference(make_task(model, example, dtype, torch.device("cpu"), **options))
 
 
 def verified(reference: Reference, plan: str, **options: Any) -> Report:
     """The program of a plan, held against the original."""
     limit = TOLERANCE[reference.side.task.dtype]
-    return hold(reference, plan, said=plan, count=ranks_of(plan), limit=limit, method="threads", **options)
+    return compare_plan(reference, plan, plan_name=plan, count=ranks_of(plan), limit=limit, method="threads", **options)

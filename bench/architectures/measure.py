@@ -12,13 +12,13 @@ from typing import Any, Literal, cast
 
 import torch
 
-from shardwright.capture import Captured, find_opaque
+from shardwright.capture import CapturedGraph, find_opaque
 from shardwright.cost import flops
-from shardwright.plan import draw, read_request
+from shardwright.plan import build_plan, parse_plan_string
 from shardwright.probe import probing
 from shardwright.rules import analyse
 from shardwright.verify.measure import TOLERANCE
-from shardwright.verify.parity import Reference, hold, make_task, refer
+from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task
 
 from .configs import CannotBuild, small_config
 from .inputs import BATCH, Maker, fit, said
@@ -118,7 +118,7 @@ def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
             row = replace(row, dtype="float64" if _runs_double(model, example) else "float32")
             task = make_task(model, example, getattr(torch, row.dtype), torch.device("cpu"), steps=STEPS)
             find_opaque(task.module, cast(Literal["marked", "auto"], how))
-            reference = refer(task)
+            reference = make_reference(task)
             break
         except Exception as error:
             reason = reason or f"{said(error)} {_place(error)}"  # of the first try: why it can't be whole
@@ -139,21 +139,21 @@ def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
                    reason=dp_reason or reason, tp_reason=tp_reason)  # fmt: skip
 
 
-def split_share(captured: Captured) -> tuple[float, str]:
+def split_share(captured: CapturedGraph) -> tuple[float, str]:
     """The share of a graph's arithmetic that tp=2 splits, and which targets take the most of the rest."""
     graph = captured.graph
-    facts = analyse(graph, probing(captured.functions))
-    choices = draw(graph, read_request("tp=2"), facts).choices(graph.entry)
+    analysis = analyse(graph, probing(captured.functions))
+    choices = build_plan(graph, parse_plan_string("tp=2"), analysis).choices(graph.entry)
     total, split = 0.0, 0.0
     left: dict[str, float] = {}
     for op in graph.ops:
-        if all(name in facts.constants for name in op.outputs):
+        if all(name in analysis.constants for name in op.outputs):
             continue  # computed once, for all steps
-        work = flops(facts.signatures[op.name])
+        work = flops(analysis.signatures[op.name])
         total += work
         role = choices.get(op.name, {}).get("tp", "whole")
         if role in NO_SPLIT or role.startswith("partial:"):
-            name = op.target + ("" if facts.signatures[op.name].rule is not None else " (no rule)")
+            name = op.target + ("" if analysis.signatures[op.name].rule is not None else " (no rule)")
             left[name] = left.get(name, 0.0) + work
         else:
             split += work
@@ -176,7 +176,7 @@ def _held(reference: Reference, plan: str, limit: float) -> tuple[bool, float, s
     """Whether the program of a plan does what the original does, how long that took, and why not."""
     begun = time.perf_counter()
     try:
-        report = hold(reference, plan, said=plan, count=2, limit=limit, method="threads", timeout=90)
+        report = compare_plan(reference, plan, plan_name=plan, count=2, limit=limit, method="threads", timeout=90)
     except Exception as error:
         return False, time.perf_counter() - begun, f"{plan}: {said(error)} {_place(error)}"
     seconds = time.perf_counter() - begun

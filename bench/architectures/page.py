@@ -20,7 +20,6 @@ def _captured(row: Row) -> str:
     return "in parts" if row.parts and row.captured else MARK[row.captured]
 
 
-
 def page(rows: Sequence[Row]) -> str:
     """The whole page, from the rows of the CSV."""
     built = [row for row in rows if row.built]

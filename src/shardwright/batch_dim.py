@@ -44,7 +44,7 @@ def find_batch_dim(inputs: Sequence[tuple[str, Shape]], known: Mapping[str, bool
     )
 
 
-def said_by(unbatched: Iterable[str] | None, paths: Iterable[str]) -> dict[str, bool]:
+def declared_by(unbatched: Iterable[str] | None, paths: Iterable[str]) -> dict[str, bool]:
     """What people say of the inputs of a call; nothing if they say nothing. A name stands for all that is in it."""
     if unbatched is None:
         return {}

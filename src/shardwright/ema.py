@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InputError, raise_all
-from .runtime.model import ParallelModel
-from .runtime.optimizer import leaf_of
-from .runtime.parameters import ShardParameter, Untouched
-from .runtime.refresh import Refresh
-from .runtime.state import name_of
-from .runtime.state_values import as_state, piece_of_value
+from .runtime.model.parallel_model import ParallelModel
+from .runtime.optimizer.adopt import leaf_of
+from .runtime.parameters.refresh import Refresh
+from .runtime.parameters.sharded import ShardedParameter, Untouched
+from .runtime.parameters.state_dicts import name_of
+from .runtime.parameters.state_values import as_state, region_of_value
 
 
 class EMA:
@@ -47,10 +47,10 @@ class EMA:
                 part._ready()
         self.decay, self.updates = decay, 0
         self._leaves: dict[str, Any] = {}
-        owners: list[ShardParameter] = []
+        owners: list[ShardedParameter] = []
         for key, parameter in model.named_parameters():
             leaf = leaf_of(parameter)
-            self._leaves[name_of(leaf) if isinstance(leaf, ShardParameter) else key] = leaf
+            self._leaves[name_of(leaf) if isinstance(leaf, ShardedParameter) else key] = leaf
             if leaf is not parameter:
                 owners.append(parameter)  # type: ignore[arg-type]
         self._refresh = Refresh(owners) if owners else None
@@ -74,13 +74,13 @@ class EMA:
         if self._swapped:
             raise InputError("the averages are in the place of the weights already")
         with Untouched(), torch.no_grad():
-            kept = {key: leaf.detach().clone() for key, leaf in self._leaves.items()}
+            weights = {key: leaf.detach().clone() for key, leaf in self._leaves.items()}
         self._put(self._averages)
         self._swapped = True
         try:
             yield
         finally:
-            self._put(kept)
+            self._put(weights)
             self._swapped = False
 
     @torch.no_grad()
@@ -93,25 +93,25 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by the names of parameters, as pieces that share memory with these."""
-        found = {}
+        averages = {}
         for key, leaf in self._leaves.items():
             average = self._averages[key]
-            split = isinstance(leaf, ShardParameter) and leaf.groups is not None
-            found[key] = as_state(average, leaf.held, leaf.spread, leaf.groups) if split else average
-        return {"decay": self.decay, "updates": self.updates, "averages": found}
+            split = isinstance(leaf, ShardedParameter) and leaf.groups is not None
+            averages[key] = as_state(average, leaf.spec, leaf.spread, leaf.groups) if split else average
+        return {"decay": self.decay, "updates": self.updates, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, under this plan or another, with whole tensors or pieces."""
-        given = values["averages"]
+        averages = values["averages"]
         raise_all(InputError, "the averages do not fit the model:", [
-            f"missing: {key}" for key in self._leaves if key not in given
+            f"missing: {key}" for key in self._leaves if key not in averages
         ])  # fmt: skip
         for key, leaf in self._leaves.items():
-            if isinstance(leaf, ShardParameter) and leaf.groups is not None:
-                self._averages[key].copy_(piece_of_value(given[key], leaf.held, leaf.spread, leaf.groups))
+            if isinstance(leaf, ShardedParameter) and leaf.groups is not None:
+                self._averages[key].copy_(region_of_value(averages[key], leaf.spec, leaf.spread, leaf.groups))
             else:
-                self._averages[key].copy_(given[key])
+                self._averages[key].copy_(averages[key])
         self.decay, self.updates = values["decay"], values["updates"]
 
 

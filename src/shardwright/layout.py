@@ -1,21 +1,20 @@
-"""How a tensor lies on a mesh: axes, cuts, placements, layouts, pieces.
+"""How a tensor lies on a mesh: axes, shards, placements, layouts.
 
-An **axis** is a mesh's, a **dim** is a tensor's. A `Layout` says for every dim which
-axes cut it, in order from major to minor, and for every other axis how the copies on
-that axis relate:
+An **axis** is a mesh's, a **dim** is a tensor's. A `Layout` says for every dim which axes shard it, in
+order from major to minor, and for every other axis in which state the copies on that axis are:
 
-    placement   the value is            its gradient is
-    ---------   ---------------------   ---------------------
-    (cut)       split                   split the same way
-    WHOLE       the same everywhere     the same everywhere
-    FANNED      the same everywhere     a sum over the axis
-    Partial     a sum over the axis     the same everywhere
+    state            letter   the value is             its gradient is
+    --------------   ------   ----------------------   ----------------------
+    Shard            S(dim)   sharded                  sharded the same way
+    INVARIANT        I        replicated               replicated
+    REPLICATE        R        replicated               a pending sum
+    PARTIAL          P        a pending sum            replicated
 
-These four are all there are: the tables of docs/design.md never pair a value and a
-gradient in another way. Nothing here knows about torch, ops or time.
+These four are all there are: no op pairs a value and a gradient in another way. Nothing here knows about
+torch, ops or time.
 
-A dim is cut in **blocks**, because real dims are fused. The rows of a QKV weight are
-`(3 h e)`; cutting `h` in two gives a rank three runs of rows:
+A dim is sharded in **blocks**, because real dims are fused. The rows of a QKV weight are `(3 h e)`;
+sharding `h` over two ranks gives each of them three runs of rows:
 
     rows   q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3      Block(outer=3, size=4, inner=e)
     rank 0 q0 q1         k0 k1         v0 v1
@@ -89,37 +88,37 @@ class Mesh:
     def coordinates(self, device: int) -> dict[str, int]:
         """Where a device stands on each axis."""
         place = self.devices.index(device)
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis in reversed(self.axes):
-            place, found[axis.name] = divmod(place, axis.size)
-        return {name: found[name] for name in self.names}
+            place, coordinates[axis.name] = divmod(place, axis.size)
+        return {name: coordinates[name] for name in self.names}
 
     def groups(self, names: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The sets of devices that differ only in the named axes, in a fixed order."""
         chosen = tuple(axis for axis in self.axes if axis.name in set(names))
         others = tuple(axis for axis in self.axes if axis not in chosen)
         grid = {tuple(self.coordinates(device).values()): device for device in self.devices}
-        found = []
+        groups = []
         for fixed in product(*(range(axis.size) for axis in others)):
             at = dict(zip((axis.name for axis in others), fixed, strict=True))
             group = []
             for moving in product(*(range(axis.size) for axis in chosen)):
                 at.update(zip((axis.name for axis in chosen), moving, strict=True))
                 group.append(grid[tuple(at[name] for name in self.names)])
-            found.append(tuple(group))
-        return tuple(found)
+            groups.append(tuple(group))
+        return tuple(groups)
 
 
-def share(size: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and length of one part of `size` units, as `torch.chunk` cuts them (the last may be empty)."""
     chunk = -(-size // parts)
     start = min(index * chunk, size)
     return start, min(chunk, size - start)
 
 
-def fills(size: int, parts: int) -> bool:
+def fills_every_chunk(size: int, parts: int) -> bool:
     """Whether every part of `size` units gets something."""
-    return share(size, parts, parts - 1)[1] > 0
+    return chunk_bounds(size, parts, parts - 1)[1] > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +134,11 @@ class Block:
         return self.outer * self.size * self.inner
 
     def local(self, parts: int, index: int) -> int:
-        return self.outer * share(self.size, parts, index)[1] * self.inner
+        return self.outer * chunk_bounds(self.size, parts, index)[1] * self.inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Shard:
     """One axis cutting one dim: `repeat` times the same row of blocks, one block for each section."""
 
     axis: str
@@ -159,16 +158,16 @@ class Cut:
 
     def spans(self, parts: int, index: int) -> list[tuple[int, int]]:
         """The (start, length) runs that the device at `index` keeps, neighbours joined."""
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         at = 0
         for _ in range(self.repeat):
             for block in self.blocks:
-                start, length = share(block.size, parts, index)
+                start, length = chunk_bounds(block.size, parts, index)
                 for _ in range(block.outer):
                     if length:
-                        _append_span(found, at + start * block.inner, length * block.inner)
+                        _append_span(spans, at + start * block.inner, length * block.inner)
                     at += block.size * block.inner
-        return found
+        return spans
 
     def simple(self, parts: int) -> bool:
         """Whether each device keeps one run (a plain contiguous cut)."""
@@ -182,29 +181,35 @@ def _append_span(spans: list[tuple[int, int]], start: int, length: int) -> None:
         spans.append((start, length))
 
 
-def make_cut(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Cut:
+def make_shard(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Shard:
     """A cut in its one canonical form, so that equal cuts compare equal."""
     normal = tuple(
         Block(b.outer, axis.size, b.size // axis.size * b.inner) if b.size % axis.size == 0 else b for b in blocks
     )
     if len(normal) == 1 and repeat > 1:
         normal, repeat = (Block(normal[0].outer * repeat, normal[0].size, normal[0].inner),), 1
-    return Cut(axis=axis.name, blocks=normal, repeat=repeat)
+    return Shard(axis=axis.name, blocks=normal, repeat=repeat)
 
 
-def plain_cut(axis: Axis, size: int) -> Cut:
+def contiguous_shard(axis: Axis, size: int) -> Shard:
     """The contiguous cut of a dim of `size` elements."""
-    return make_cut(axis, (Block(1, size, 1),))
+    return make_shard(axis, (Block(1, size, 1),))
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The value is the same everywhere on the axis; its gradient may come back in parts."""
-
-    partial_gradient: bool = False
+class Invariant:
+    """The value is the same everywhere on the axis, and so is its gradient."""
 
     def __str__(self) -> str:
-        return "fanned" if self.partial_gradient else "whole"
+        return "invariant"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """The value is the same everywhere on the axis; its gradient is a pending sum over the axis."""
+
+    def __str__(self) -> str:
+        return "replicate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,124 +222,124 @@ class Partial:
         return f"partial {self.op}"
 
 
-Placement = Whole | Partial
-WHOLE = Whole()
-FANNED = Whole(partial_gradient=True)
-SUMMED = Partial()
+Placement = Invariant | Replicate | Partial
+INVARIANT = Invariant()
+REPLICATE = Replicate()
+PARTIAL = Partial()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Cuts of every dim, major to minor, and the placement on every other axis (WHOLE if not listed)."""
 
-    cuts: tuple[tuple[Cut, ...], ...]
+    shards: tuple[tuple[Shard, ...], ...]
     rest: tuple[tuple[str, Placement], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)  # asked often
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.cuts, self.rest)))
+        object.__setattr__(self, "_hash", hash((self.shards, self.rest)))
         rest = [name for name, _ in self.rest]
-        names = [cut.axis for dim in self.cuts for cut in dim] + rest
+        names = [shard.axis for dim in self.shards for shard in dim] + rest
         if len(names) > 1 and len(set(names)) != len(names):
             raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
-        if rest and (rest != sorted(rest) or any(placement == WHOLE for _, placement in self.rest)):
+        if rest and (rest != sorted(rest) or any(placement == INVARIANT for _, placement in self.rest)):
             raise LayoutError("the rest of a layout is sorted and lists no WHOLE axis; build it with make_layout")
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return make_layout, (self.cuts, dict(self.rest))  # another process has other hashes
+        return make_layout, (self.shards, dict(self.rest))  # another process has other hashes
 
     def placement(self, axis: str) -> Placement | None:
         """The placement on an axis, or None where the axis cuts a dim."""
-        if self.cut_of(axis) is not None:
+        if self.shard_of(axis) is not None:
             return None
-        return next((held for name, held in self.rest if name == axis), WHOLE)
+        return next((placement for name, placement in self.rest if name == axis), INVARIANT)
 
-    def cut_of(self, axis: str) -> tuple[int, Cut] | None:
+    def shard_of(self, axis: str) -> tuple[int, Shard] | None:
         """The dim that an axis cuts, with the cut."""
-        for dim, cuts in enumerate(self.cuts):
-            for cut in cuts:
-                if cut.axis == axis:
-                    return dim, cut
+        for dim, shards in enumerate(self.shards):
+            for shard in shards:
+                if shard.axis == axis:
+                    return dim, shard
         return None
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes on which this layout is not simply WHOLE."""
-        return frozenset(cut.axis for dim in self.cuts for cut in dim) | {name for name, _ in self.rest}
+        return frozenset(shard.axis for dim in self.shards for shard in dim) | {name for name, _ in self.rest}
 
     def gradient(self) -> Layout:
         """The layout of the gradient that belongs to a value with this layout."""
-        flipped = tuple((name, SUMMED) for name, placement in self.rest if placement == FANNED)
-        return Layout(cuts=self.cuts, rest=flipped)
+        flipped = tuple((name, PARTIAL) for name, placement in self.rest if placement == REPLICATE)
+        return Layout(shards=self.shards, rest=flipped)
 
     def with_placement(self, axis: str, placement: Placement) -> Layout:
-        rest = {name: held for name, held in self.rest if name != axis}
-        return make_layout(self.cuts, {**rest, axis: placement})
+        rest = {name: old for name, old in self.rest if name != axis}
+        return make_layout(self.shards, {**rest, axis: placement})
 
-    def with_cut(self, dim: int, cut: Cut) -> Layout:
+    def with_shard(self, dim: int, shard: Shard) -> Layout:
         """This layout with one more cut, minor to those that are there."""
-        cuts = tuple((*held, cut) if at == dim else held for at, held in enumerate(self.cuts))
-        return make_layout(cuts, {name: held for name, held in self.rest if name != cut.axis})
+        shards = tuple((*old, shard) if at == dim else old for at, old in enumerate(self.shards))
+        return make_layout(shards, {name: placement for name, placement in self.rest if name != shard.axis})
 
-    def without_cut(self, axis: str) -> Layout:
-        cuts = tuple(tuple(cut for cut in held if cut.axis != axis) for held in self.cuts)
-        return Layout(cuts=cuts, rest=self.rest)
+    def without_shard(self, axis: str) -> Layout:
+        shards = tuple(tuple(shard for shard in shards if shard.axis != axis) for shards in self.shards)
+        return Layout(shards=shards, rest=self.rest)
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
         """The shape that the device at coordinates `at` holds."""
         local = []
-        for size, cuts in zip(shape, self.cuts, strict=True):
-            for cut in cuts:
-                if cut.elements != size:
-                    raise LayoutError(f"a cut of {cut.elements} elements over {cut.axis} meets a dim of {size}")
-                size = cut.local(sizes[cut.axis], at[cut.axis])
+        for size, shards in zip(shape, self.shards, strict=True):
+            for shard in shards:
+                if shard.elements != size:
+                    raise LayoutError(f"a cut of {shard.elements} elements over {shard.axis} meets a dim of {size}")
+                size = shard.local(sizes[shard.axis], at[shard.axis])
             local.append(size)
         return tuple(local)
 
     def __str__(self) -> str:
-        dims = [" ".join(cut.axis for cut in cuts) or "." for cuts in self.cuts]
+        dims = [" ".join(shard.axis for shard in shards) or "." for shards in self.shards]
         rest = [f"{name}: {placement}" for name, placement in self.rest]
         return f"[{', '.join(dims)}]" + (f" ({', '.join(rest)})" if rest else "")
 
 
-def join_cuts(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> Cut | None:
+def join_shards(shards: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | None:
     """Cuts of a dim, one after the other, as one over the product of their axes; None where no single cut does that.
 
     One does where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by
     2 is h cut by 4, but h by 2 and then e by 2 leaves every head in pieces.
     """
-    first, *others = cuts
+    first, *others = shards
     parts = sizes[first.axis]
     blocks = [Block(b.outer, parts, b.size // parts * b.inner) for b in first.blocks]
-    if not all(cut.even(sizes[cut.axis]) and cut.repeat == first.repeat for cut in cuts):
+    if not all(shard.even(sizes[shard.axis]) and shard.repeat == first.repeat for shard in shards):
         return None
-    for cut in others:
-        if [(b.outer, b.size * b.inner) for b in cut.blocks] != [(b.outer, b.inner) for b in blocks]:
+    for shard in others:
+        if [(b.outer, b.size * b.inner) for b in shard.blocks] != [(b.outer, b.inner) for b in blocks]:
             return None
-        parts *= sizes[cut.axis]
-        blocks = [Block(b.outer, parts, b.inner // sizes[cut.axis]) for b in blocks]
-    return Cut(axis="_".join(cut.axis for cut in cuts), blocks=tuple(blocks), repeat=first.repeat)
+        parts *= sizes[shard.axis]
+        blocks = [Block(b.outer, parts, b.inner // sizes[shard.axis]) for b in blocks]
+    return Shard(axis="_".join(shard.axis for shard in shards), blocks=tuple(blocks), repeat=first.repeat)
 
 
-def make_layout(cuts: Iterable[Iterable[Cut]], rest: Mapping[str, Placement] | None = None) -> Layout:
+def make_layout(shards: Iterable[Iterable[Shard]], rest: Mapping[str, Placement] | None = None) -> Layout:
     """A layout from loose parts."""
-    kept = sorted((name, held) for name, held in (rest or {}).items() if held != WHOLE)
-    return Layout(cuts=tuple(tuple(held) for held in cuts), rest=tuple(kept))
+    ordered = sorted((name, placement) for name, placement in (rest or {}).items() if placement != INVARIANT)
+    return Layout(shards=tuple(tuple(dim_shards) for dim_shards in shards), rest=tuple(ordered))
 
 
-def whole(rank: int) -> Layout:
+def replicated(rank: int) -> Layout:
     """The layout of a tensor with `rank` dims that every device holds."""
-    return Layout(cuts=((),) * rank)
+    return Layout(shards=((),) * rank)
 
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class LocalRegion:
     """What one device holds of a tensor: for each dim the runs of indices, in local order."""
 
     shape: tuple[int, ...]
@@ -359,25 +364,25 @@ class Piece:
         )
 
 
-def piece_of(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Piece:
+def local_region(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> LocalRegion:
     """The piece of a tensor that the device at coordinates `at` holds."""
     spans = []
-    for size, cuts in zip(shape, layout.cuts, strict=True):
+    for size, shards in zip(shape, layout.shards, strict=True):
         runs: list[Span] = [(0, size)] if size else []
-        for cut in cuts:
-            runs = _restrict(runs, cut.spans(sizes[cut.axis], at[cut.axis]))
+        for shard in shards:
+            runs = _restrict(runs, shard.spans(sizes[shard.axis], at[shard.axis]))
         spans.append(tuple(runs))
-    return Piece(shape=tuple(shape), spans=tuple(spans))
+    return LocalRegion(shape=tuple(shape), spans=tuple(spans))
 
 
-def _restrict(runs: Sequence[Span], kept: Sequence[Span]) -> list[Span]:
+def _restrict(runs: Sequence[Span], inside: Sequence[Span]) -> list[Span]:
     """`kept` counts along the concatenation of `runs`; say it in the coordinates that `runs` is in."""
-    found: list[Span] = []
-    for start, length in kept:
+    common: list[Span] = []
+    for start, length in inside:
         base = 0
         for run_start, run_length in runs:
             low, high = max(start, base), min(start + length, base + run_length)
             if low < high:
-                _append_span(found, run_start + low - base, high - low)
+                _append_span(common, run_start + low - base, high - low)
             base += run_length
-    return found
+    return common

@@ -18,26 +18,26 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from .capture import Captured, capture, cast, casting, find_opaque
+from .capture import CapturedGraph, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
-from .compile import Compiler, Outputs, skeleton_of, with_unbatched
-from .cost import Training
+from .compile import Compiler, Outputs, copy_to_meta, with_unbatched
+from .compiled_parts import Parts, replace_parts
+from .cost import TrainingSetup
 from .errors import InputError
-from .parts import Parts, replace_parts
 from .plan import Plan
-from .plan.auto import Progress, Wishes
+from .plan.auto import Progress, SearchOptions
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
-from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
+from .planning import Batching, PlanLike, PlanningTask, cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
-from .runtime import faults
-from .runtime.inputs import Mode
-from .runtime.model import ParallelModel
-from .runtime.optimizer import Optimizers, several
-from .runtime.pipeline.loop import Backward
-from .runtime.reduction import Kind
+from .runtime.faults import watch
+from .runtime.model.inputs import Mode
+from .runtime.model.parallel_model import ParallelModel
+from .runtime.model.reduction import Kind
+from .runtime.optimizer.adopt import Optimizers, several
+from .runtime.pipeline.autograd import Backward
 from .runtime.world import World, start
 from .wrapping import check_optimizers, unwrapped
 
@@ -50,7 +50,7 @@ def parallelize(
     model: nn.Module, optimizer: Optimizers = None, *, example: Any = None, plan: PlanLike = "auto",
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
-    precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
+    precision: PrecisionLike = None, inputs: Mode = "global", outputs: Outputs = "all", accumulate: int = 1,
     reduction: Kind = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
     parts: Parts | None = None, opaque: How = "marked", unbatched: Sequence[str] | None = None,
 ) -> Any:  # fmt: skip
@@ -71,13 +71,12 @@ def parallelize(
     backward    of a pipeline: "inside" the call of the model, seeded by its loss, which keeps few microbatches
                 alive; "outside": when backward of anything made of its outputs runs.
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
-    inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
-                group its rows), "gather" (each rank its rows).
-    outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
-                and None stands for what has rows (logits need not be gathered then).
+    inputs      what a call passes: "global" (every rank the whole global batch), "per_replica" (each data-parallel
+                replica its own samples), "per_rank" (each rank its own samples).
+    outputs     "all": every rank gets all outputs; "scalars": only the loss and the like (logits stay sharded).
     accumulate  sync gradients at every n-th backward only.
-    reduction   with inputs="rows" and a loss outside of the model: "mean" or "sum" over groups, or "token", the mean
-                over all labels that count, see docs/precision.md.
+    reduction   with inputs="per_replica" and a loss outside of the model: "mean" or "sum" over replicas, or "token",
+                the mean over all labels that count, see docs/precision.md.
     directory   where generated code is written.
     parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
                 module: a list of paths, or a dict of paths and plans. Returns the same model then.
@@ -91,67 +90,68 @@ def parallelize(
     _check_batching(microbatches, microbatch_semantics, backward)
     exact = _exact(precision, model, optimizer)
     model = unwrapped(model)
-    world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
-    check_optimizers(model, several(optimizer), rows=inputs == "rows" and world.size > 1)
+    world, requested = start(timeout=timeout), read_asked(constraints, model, plan)
+    check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
     if parts is not None:
         _check_parts(example, constraints, exact.casts, unbatched)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
     training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
-    setting = _setting(plan, cluster, world, training, Wishes(memory=read_bytes(memory), constraints=asked), inputs)
+    options = SearchOptions(memory=read_bytes(memory), constraints=requested)
+    setting = _setting(plan, cluster, world, training, options, inputs)
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
         precision=exact, unbatched=unbatched,
     )  # fmt: skip
-    made = _made(model, compiler, example, accumulate, opaque, reduction)
-    return made if optimizer is None else (made, optimizer)
+    compiled = _make_model(model, compiler, example, accumulate, opaque, reduction)
+    return compiled if optimizer is None else (compiled, optimizer)
 
 
 def _setting(
-    plan: PlanLike, cluster: str | Path, world: World, training: Training, wishes: Wishes, inputs: Mode
-) -> Setting | None:
+    plan: PlanLike, cluster: str | Path, world: World, training: TrainingSetup, options: SearchOptions, inputs: Mode
+) -> PlanningTask | None:
     """What a plan is searched for and priced with; None if nobody asks for either."""
     if plan != "auto" and cluster == "auto":
         return None
     known = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-    return Setting(cluster=known, training=training, wishes=wishes, rows=inputs == "rows")
+    return PlanningTask(cluster=known, training=training, options=options, rows=inputs == "per_replica")
 
 
-def _made(
+def _make_model(
     model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: Kind
 ) -> ParallelModel:
     check_names(model, compiler.call_inputs.unbatched)
     compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}
     find_opaque(compiler.skeleton, opaque)
-    made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
-    with faults.calling():
+    compiled = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
+    with watch.calling():
         compiler.agree()
     if example is not None:
-        made.prepare(*arguments_of(example))
+        compiled.prepare(*arguments_of(example))
     else:
-        made.show(model)
-    return made
+        compiled.show(model)
+    return compiled
 
 
 def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) -> Precision:
-    found = read_precision(precision)
-    if found.master and optimizer is None and model.training:
+    requested = read_precision(precision)
+    if requested.master and optimizer is None and model.training:
         raise InputError(
             f"precision={precision!r} has float32 masters, which the optimizer updates, and there is none; pass the "
             "optimizer, or call model.eval() before if it is not trained, or say {'base': ..., 'master': False}"
         )
-    return found
+    return requested
 
 
 def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
-    if inputs not in ("same", "rows", "gather"):
-        raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
+    if inputs not in ("global", "per_replica", "per_rank"):
+        raise InputError(f'inputs={inputs!r} is not a mode; use "global", "per_replica" or "per_rank"')
     if outputs not in ("all", "scalars"):
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
-    if reduction != "mean" and inputs != "rows":
+    if reduction != "mean" and inputs != "per_replica":
         raise InputError(
-            f'reduction={reduction!r} is for inputs="rows", where each data-parallel group computes a loss of its own '
+            f'reduction={reduction!r} is for inputs="per_replica", where each replica has a loss of its own '
             f"rows; with inputs={inputs!r} every rank sees the outputs of the whole batch, and its loss is that of all"
         )
     if accumulate < 1:
@@ -199,7 +199,7 @@ def _check_parts(example: Any, constraints: Any, casts: bool, unbatched: Any) ->
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
-    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
+    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "global", outputs: Outputs = "all",
     opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
     progress: Progress | None = None, unbatched: Sequence[str] | None = None,
 ) -> Plan:  # fmt: skip
@@ -217,12 +217,12 @@ def plan(
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
-    made, _ = planned(
+    result, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
         constraints=constraints, progress=progress, microbatches=microbatches, unbatched=unbatched,
     )  # fmt: skip
-    return made
+    return result
 
 
 def planned(
@@ -231,7 +231,7 @@ def planned(
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
     microbatches: int | None = None, unbatched: Sequence[str] | None = None,
-) -> tuple[Plan, Captured]:  # fmt: skip
+) -> tuple[Plan, CapturedGraph]:  # fmt: skip
     """A plan as `plan` makes it, and the call that it is for.
 
     size    for how many devices of the cluster, if not for all
@@ -243,35 +243,35 @@ def planned(
     if outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
-    setting = Setting(
+    setting = PlanningTask(
         cluster=cluster_for(cluster, count),
         training=training_of(optimizer, accumulate, exact),
-        wishes=Wishes(
+        options=SearchOptions(
             memory=read_bytes(memory),
             constraints=read_asked(constraints, model, plan),
             stop=stop,
             seconds=math.inf if seconds is None else seconds,
         ),
-        rows=inputs == "rows",
+        rows=inputs == "per_replica",
         progress=progress,
     )
-    asked = Batching(microbatches=microbatches)
-    facts = analyse(captured.graph, probing(captured.functions))
-    return make_plan(captured.graph, facts, plan, count, setting, asked), captured
+    batching = Batching(microbatches=microbatches)
+    analysis = analyse(captured.graph, probing(captured.functions))
+    return make_plan(captured.graph, analysis, plan, count, setting, batching), captured
 
 
 def captured_graph(
     model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked",
     precision: PrecisionLike = None,
-) -> Captured:  # fmt: skip
+) -> CapturedGraph:  # fmt: skip
     """What a call of a model computes."""
     exact = read_precision(precision)
     args, kwargs = arguments_of(example)
     model = unwrapped(model)
-    skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)
-    held = entry or ("train" if model.training else "eval")
+    skeleton = find_opaque(cast(copy_to_meta(model), exact), opaque)
+    entry_name = entry or ("train" if model.training else "eval")
     with casting(skeleton, exact):
-        return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
+        return capture(skeleton, args, kwargs, entry=entry_name, real=lambda: (model, args, kwargs))
 
 
 def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:
@@ -296,9 +296,9 @@ def cluster_size(cluster: str | Path, plan: PlanLike) -> int:
         return plan.size
     total = find_cluster(cluster).size
     if total == 1 and isinstance(plan, str):
-        from .plan import read_request
+        from .plan import parse_plan_string
 
-        return read_request("single" if plan == "auto" else plan).size if not plan.endswith(".json") else 1
+        return parse_plan_string("single" if plan == "auto" else plan).size if not plan.endswith(".json") else 1
     return total
 
 

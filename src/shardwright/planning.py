@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 from .capture import without_collection
-from .cluster import Cluster, Group, Node, find
+from .cluster import Cluster, Node, NodeGroup, find
 from .cluster.catalogue import USUAL, inside, matching, usual_network
-from .cost import STATES, Training
+from .cost import STATES, TrainingSetup
 from .errors import PlanError
 from .ir import Graph, Output
-from .plan import Plan, Request, draw, read_request
-from .plan.auto import Found, Progress, Wishes, extend
+from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
+from .plan.auto import Progress, SearchOptions, SearchResult, extend
 from .plan.file import load as load_plan
-from .plan.joint import Outcome, beside, note_of, predicted
-from .plan.joint import find as find_joint
-from .plan.pipeline import continue_pipeline, draw_pipeline
+from .plan.joint import JointResult, note_of, pipeline_summary, predicted
+from .plan.joint import find_plan as find_joint
+from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
 from .plan.recompute import faults_of
-from .plan.rows import is_replica, replica_axes
+from .plan.replica_axes import is_replica, replica_axes
 from .precision import Precision, name_of
 from .rules import Analysis
 from .runtime.world import World
@@ -35,12 +35,12 @@ PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanningTask:
     """What a plan is made for. `rows`: every data-parallel group passes its own rows."""
 
     cluster: Cluster
-    training: Training = field(default_factory=Training)
-    wishes: Wishes = field(default_factory=Wishes)
+    training: TrainingSetup = field(default_factory=TrainingSetup)
+    options: SearchOptions = field(default_factory=SearchOptions)
     rows: bool = False
     progress: Progress | None = None
 
@@ -55,101 +55,112 @@ class Batching:
 
 def make_plan(
     graph: Graph,
-    facts: Analysis,
+    analysis: Analysis,
     wish: PlanLike,
     world: int,
-    setting: Setting | None = None,
+    setting: PlanningTask | None = None,
     batching: Batching | None = None,
 ) -> Plan:
     """The plan that was asked for, for a graph on `world` devices. With a setting it says what it costs."""
-    asked = batching or Batching()
+    requested = batching or Batching()
     if isinstance(wish, Plan):
         plan = wish
     elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
         plan = load_plan(wish, graph)
     elif wish == "auto":
-        given = setting or Setting(cluster=cluster_of(world))
-        wishes = replace(given.wishes, microbatches=asked.microbatches, local=asked.local)
-        return find_plan(facts, world, replace(given, wishes=wishes)).plan
+        task = setting or PlanningTask(cluster=cluster_of(world))
+        options = replace(task.options, microbatches=requested.microbatches, local=requested.local)
+        return find_plan(analysis, world, replace(task, options=options)).plan
     elif isinstance(wish, str):
-        plan = _drawn(graph, facts, read_request(wish, world), asked, str(setting.cluster) if setting else "")
+        plan = _drawn(
+            graph, analysis, parse_plan_string(wish, world), requested, str(setting.cluster) if setting else ""
+        )
     else:
         plan = wish(graph, world)
     if not (isinstance(wish, str) and not wish.endswith(".json")):
-        _check_batching(plan, asked)
+        _check_batching(plan, requested)
     if plan.size != world:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
-    return priced(plan, facts, setting) if setting is not None and not plan.is_pipeline else plan
+    return priced(plan, analysis, setting) if setting is not None and not plan.is_pipeline else plan
 
 
-def _check_batching(plan: Plan, asked: Batching) -> None:
+def _check_batching(plan: Plan, requested: Batching) -> None:
     """Refuse a plan that says other microbatches than were asked for."""
-    if asked.microbatches not in (None, plan.microbatches):
+    if requested.microbatches not in (None, plan.microbatches):
         raise PlanError(
-            f"the plan has {plan.microbatches} microbatches, and {asked.microbatches} are asked for; leave that to it"
+            f"the plan has {plan.microbatches} microbatches, and {requested.microbatches} are asked for; "
+            "leave that to it"
         )
-    if plan.local != asked.local:
-        how, said = ("local", "global") if plan.local else ("global", "local")
+    if plan.local != requested.local:
+        how, other = ("local", "global") if plan.local else ("global", "local")
         raise PlanError(
-            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{said}" is '
+            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{other}" is '
             "asked for; ask for what the plan is for, or make another"
         )
 
 
-def _drawn(graph: Graph, facts: Analysis, request: Request, asked: Batching, cluster: str) -> Plan:
+def _drawn(graph: Graph, analysis: Analysis, request: PolicyRequest, requested: Batching, cluster: str) -> Plan:
     """What a plan string asks for."""
-    if request.stages or (asked.microbatches or 1) > 1:
-        return draw_pipeline(graph, request, facts, cluster, asked.microbatches, asked.local)
-    return draw(graph, request, facts, cluster)
+    if request.stages or (requested.microbatches or 1) > 1:
+        return build_pipeline(graph, request, analysis, cluster, requested.microbatches, requested.local)
+    return build_plan(graph, request, analysis, cluster)
 
 
-def find_plan(facts: Analysis, world: int, setting: Setting) -> Outcome:
+def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointResult:
     """Search for the best plan, flat or a pipeline, and say in it what it costs."""
     if setting.cluster.size < world:
         raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
-    wishes = replace(setting.wishes, data_only=setting.rows)
-    strange = [name for name in wishes.constraints.axes if setting.rows and not is_replica(name)]
+    options = replace(setting.options, data_only=setting.rows)
+    strange = [name for name in options.constraints.axes if setting.rows and not is_replica(name)]
     if strange:
-        raise PlanError(f'with inputs="rows" every axis splits the batch and is called dp, not {", ".join(strange)}')
+        raise PlanError(
+            f'with inputs="per_replica" every axis splits the batch and is called dp, not {", ".join(strange)}'
+        )
     with without_collection():
-        found = find_joint(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
-        return replace(found, plan=_told(found, facts, setting))
+        result = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
+        return replace(result, plan=_told(result, analysis, setting))
 
 
-def _told(found: Outcome, facts: Analysis, setting: Setting) -> Plan:
-    """The plan that was found, with what it costs, and how it compares with plans of the other kind."""
-    entry, note = facts.graph.entry, note_of(found)
-    if found.pipeline is not None:
-        said = predicted(found, setting.cluster, setting.training, facts.graph)
-        plan = replace(found.plan, predicted={**found.plan.predicted, entry: said})
+def _told(result: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:
+    """The plan that was named_cluster, with what it costs, and how it compares with plans of the other kind."""
+    entry, note = analysis.graph.entry, note_of(result)
+    if result.pipeline is not None:
+        prediction = predicted(result, setting.cluster, setting.training, analysis.graph)
+        plan = replace(result.plan, predicted={**result.plan.predicted, entry: prediction})
     else:
-        plan = priced(found.plan, facts, setting, found.flat)
-        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **beside(found)}})
+        plan = priced(result.plan, analysis, setting, result.flat)
+        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **pipeline_summary(result)}})
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
-def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = None) -> Plan:
+def priced(plan: Plan, analysis: Analysis, setting: PlanningTask, result: SearchResult | None = None) -> Plan:
     """A plan with what it is predicted to cost."""
-    entry = facts.graph.entry
+    entry = analysis.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
-    limit = setting.wishes.memory
-    memory = found.best.memory if found is not None else None
-    said = price(facts, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory).as_json()
-    if found is not None:
-        said |= found.as_json()
-    return replace(plan, predicted={**plan.predicted, entry: said})
+    limit = setting.options.memory
+    memory = result.best.memory if result is not None else None
+    prediction = price(
+        analysis, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory
+    ).as_json()
+    if result is not None:
+        prediction |= result.as_json()
+    return replace(plan, predicted={**plan.predicted, entry: prediction})
 
 
-def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting: Setting | None = None) -> Plan:
+def continue_plan(
+    plan: Plan, graph: Graph, analysis: Analysis, world: int, setting: PlanningTask | None = None
+) -> Plan:
     """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
     if plan.is_pipeline:
-        return continue_pipeline(plan, facts)
+        return continue_pipeline(plan, analysis)
     if plan.policy == "auto":
         cluster = setting.cluster if setting else cluster_of(world)
-        more = extend(plan, facts, cluster, setting.training if setting else Training())
+        more = extend(plan, analysis, cluster, setting.training if setting else TrainingSetup())
     else:
-        more = draw(graph, read_request(plan.policy, world).like(plan.mesh), facts, plan.cluster, lenient=True)
+        more = build_plan(
+            graph, parse_plan_string(plan.policy, world).like(plan.mesh), analysis, plan.cluster, lenient=True
+        )
     wished = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in wished if not faults_of(graph, path))
     return replace(
@@ -169,13 +180,13 @@ def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
     """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
     if isinstance(cluster, int):
         return find(f"cpu:{size}")
-    found = find(cluster)
-    if found.size == 1 and size > 1:
-        (group,) = found.groups
-        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
-    if found.size < size:
-        raise PlanError(f"the cluster {found} has {found.size} devices, and {size} are asked for")
-    return found
+    named_cluster = find(cluster)
+    if named_cluster.size == 1 and size > 1:
+        (group,) = named_cluster.groups
+        return replace(named_cluster, groups=(replace(group, node=replace(group.node, devices=size)),))
+    if named_cluster.size < size:
+        raise PlanError(f"the cluster {named_cluster} has {named_cluster.size} devices, and {size} are asked for")
+    return named_cluster
 
 
 def cluster_here(world: World) -> Cluster:
@@ -199,12 +210,12 @@ def _gpus(size: int, local: int) -> Cluster:
         inside=inside(USUAL[device.name].inside),
         network=usual_network(device.name, local),
     )
-    return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(Group(node=node, nodes=size // local),))
+    return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(NodeGroup(node=node, nodes=size // local),))
 
 
 def training_of(
     optimizer: torch.optim.Optimizer | str | None, accumulate: int = 1, precision: Precision | None = None
-) -> Training:
+) -> TrainingSetup:
     """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known.
 
     What a precision casts is in the graph; the rest of it is said here.
@@ -217,7 +228,9 @@ def training_of(
             name = "momentum"
         name = name if name in STATES else "adamw"
     exact = precision or Precision()
-    return Training(optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, said=name_of(exact))
+    return TrainingSetup(
+        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, precision_name=name_of(exact)
+    )
 
 
 def only_scalars(graph: Graph) -> Graph:
@@ -230,8 +243,8 @@ def only_scalars(graph: Graph) -> Graph:
         large = output.value is not None and graph.values[output.value].shape
         return replace(output, value=None, literal=None) if large else output
 
-    given = graph.outputs if graph.given is None else graph.given
-    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), given=given)
+    returned = graph.outputs if graph.returned is None else graph.returned
+    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), returned=returned)
 
 
-__all__ = ["Found", "PlanLike", "Setting", "continue_plan", "find_plan", "make_plan", "only_scalars"]
+__all__ = ["PlanLike", "PlanningTask", "SearchResult", "continue_plan", "find_plan", "make_plan", "only_scalars"]

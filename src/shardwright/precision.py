@@ -5,8 +5,8 @@
     fp32          float32      float32    parameters              float32
     bf16-mixed    float32      autocast   parameters              float32
     fp16-mixed    float32      autocast   parameters              float32
-    bf16          bfloat16     bfloat16   float32 masters         bfloat16
-    fp16          float16      float16    float32 masters         float16
+    bf16          bfloat16     bfloat16   fp32 masters             bfloat16
+    fp16          float16      float16    fp32 masters             float16
 
 A name is short for a `Precision`, which says it in full and can say more. Nothing here casts anything.
 """
@@ -85,56 +85,56 @@ class Precision:
 PrecisionLike = Precision | str | Mapping[str, Any] | None
 
 
-def read_precision(given: PrecisionLike) -> Precision:
+def read_precision(value: PrecisionLike) -> Precision:
     """A precision as people say it: a name, a mapping of fields (`base` may name one to start from), or itself."""
-    if given is None:
+    if value is None:
         return Precision()
-    if isinstance(given, Precision):
-        return given
-    if isinstance(given, str):
-        if given not in NAMED:
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, str):
+        if value not in NAMED:
             raise InputError(
-                f"precision={given!r} is not known{_near(given, NAMED)}; there are {', '.join(NAMED)}, or say it in "
+                f"precision={value!r} is not known{_near(value, NAMED)}; there are {', '.join(NAMED)}, or say it in "
                 "full: {'compute': 'bfloat16', 'sync': 'bfloat16', ...}"
             )
-        return NAMED[given]
-    if not isinstance(given, Mapping):
-        raise InputError(f"precision is a {type(given).__name__}; pass a name such as 'bf16-mixed' or a mapping")
-    return _read_mapping(given)
+        return NAMED[value]
+    if not isinstance(value, Mapping):
+        raise InputError(f"precision is a {type(value).__name__}; pass a name such as 'bf16-mixed' or a mapping")
+    return _read_mapping(value)
 
 
-def _read_mapping(given: Mapping[str, Any]) -> Precision:
-    known = [held.name for held in fields(Precision)]
+def _read_mapping(settings: Mapping[str, Any]) -> Precision:
+    known = [field.name for field in fields(Precision)]
     faults = [
         f"{name!r} is no setting{_near(name, (*known, 'base'))}; there are base, {', '.join(known)}"
-        for name in given
+        for name in settings
         if name not in (*known, "base")
     ]
     raise_all(InputError, "the precision can't be read:", faults)
-    base = read_precision(given.get("base"))
-    found: dict[str, Any] = {name: getattr(base, name) for name in known}
-    for name, value in given.items():
+    base = read_precision(settings.get("base"))
+    values: dict[str, Any] = {name: getattr(base, name) for name in known}
+    for name, value in settings.items():
         if name == "overrides":
             pairs = value.items() if isinstance(value, Mapping) else value
-            found[name] = (*base.overrides, *((str(pattern), read_dtype(dtype)) for pattern, dtype in pairs))
+            values[name] = (*base.overrides, *((str(pattern), read_dtype(dtype)) for pattern, dtype in pairs))
         elif name == "master":
             if not isinstance(value, bool):
                 raise InputError(f"master={value!r}: say true or false")
-            found[name] = value
+            values[name] = value
         elif name != "base":
-            found[name] = None if value is None else read_dtype(value)
-    return Precision(**found)
+            values[name] = None if value is None else read_dtype(value)
+    return Precision(**values)
 
 
 def name_of(precision: Precision) -> str:
     """Its name, or what it computes with; "" if it changes nothing."""
-    known = next((name for name, held in NAMED.items() if held == precision), None)
+    known = next((name for name, named in NAMED.items() if named == precision), None)
     return known or precision.compute or precision.parameters or ""
 
 
-def read_dtype(given: Any) -> str:
+def read_dtype(dtype: Any) -> str:
     """The name of a dtype, from "bf16", "bfloat16" or torch.bfloat16."""
-    name = str(given).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return SHORT.get(name, name)
 
 

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import runtime
-from .capture.by_path import is_path, replace_at
-from .capture.callee import Callee, flat, kept_whole, place, plain_of
-from .capture.keep import CALLEES
-from .capture.schema import target_name
+from .capture.building.schema import target_name
+from .capture.user_calls.callee import Callee, flat, keep_as_one_op, replace_tensors, uncompiled
+from .capture.user_calls.function_paths import is_path, replace_at
+from .capture.user_calls.kept import CALLEES
 from .errors import RuleError
 from .ir import Op
-from .probe.check import Trial
-from .probe.own import Own, Parameter, RuleLike, Values, call_of, check_rule, own_inputs, own_rule
+from .probe.check import SplitTrial
+from .probe.custom_ops import CustomOp, OpParameter, RuleLike, Values, call_of, check_rule, custom_inputs, custom_rule
 from .probe.samples import PROVIDED, NotProbed
 from .rules import parse
 from .rules.registry import register
-from .runtime.own import provide, provide_algorithm, provided
+from .runtime.algorithms.custom_ops import provide, provide_algorithm, provided
 from .runtime.world import Groups, start
-from .verify.execute import own_call
+from .verify.execute import custom_call
 from .verify.ranks import run_threads
 
 Registered = TypeVar("Registered")
@@ -45,7 +45,7 @@ def register_op(
     check: bool = True,
     shapes: Callable[..., Any] | None = None,
 ) -> Any:
-    """Say how an own op may be split: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
+    """How a custom op may be sharded: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
 
     rule        in the notation, one term for each tensor among the parameters; or a function of the op's
                 arguments (those that it names) that returns one. A label with the name of a parameter has its
@@ -67,23 +67,23 @@ def register_op(
     if isinstance(rule, str) and function is None and is_path(rule):
         rule, function = None, rule
     if isinstance(function, str):
-        return replace_at(function, lambda found: register_op(
-            rule, found, probe=probe, algorithms=algorithms, check=check, shapes=shapes
+        return replace_at(function, lambda op: register_op(
+                    rule, op, probe=probe, algorithms=algorithms, check=check, shapes=shapes
         ))  # fmt: skip
 
     def decorate(op: Any) -> Any:
         kind = _kind(op, shapes)
-        given = dict(algorithms or {})
+        checked = dict(algorithms or {})
         if isinstance(rule, str):
-            _check_algorithms(kind.own.name, rule, given)
-        for label, algorithm in given.items():
+            _check_algorithms(kind.own.name, rule, checked)
+        for label, algorithm in checked.items():
             provide_algorithm(kind.own.target, label, algorithm)
         if probe is not None:
             PROVIDED[kind.own.target] = lambda seed: _drawn(kind, probe, seed)
         if rule is not None and check:
             _check(kind, rule, probe)
         if rule is not None:
-            register(kind.own.target, lambda call: own_rule(kind.own, rule, call))
+            register(kind.own.target, lambda call: custom_rule(kind.own, rule, call))
         kind.keep()
         return kind.result
 
@@ -91,10 +91,10 @@ def register_op(
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """An own op, what the user calls afterwards, and how captures and generated code come to know it."""
+class _Registration:
+    """A custom op, what the user calls afterwards, and how captures and generated code come to know it."""
 
-    own: Own
+    own: CustomOp
     result: Any
     bind: Callable[[Sequence[Any], dict[str, Any]], list[Any]]
     callee: Callee | None = None
@@ -106,7 +106,7 @@ class _Kind:
                 CALLEES[self.result] = self.callee
 
 
-def _kind(op: Any, shapes: Callable[..., Any] | None = None) -> _Kind:
+def _kind(op: Any, shapes: Callable[..., Any] | None = None) -> _Registration:
     overload = getattr(op, "_opoverload", op)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverloadPacket):
         overload = overload.default
@@ -117,31 +117,31 @@ def _kind(op: Any, shapes: Callable[..., Any] | None = None) -> _Kind:
         if op.setup_context is torch.autograd.Function.setup_context:
             forward = forward.replace(parameters=list(forward.parameters.values())[1:])  # without ctx
         return _callable(op, Callee(op.apply, f"{op.__module__}.{op.__qualname__}", forward, shapes))
-    if not callable(op) or not hasattr(plain_of(op), "__qualname__"):
+    if not callable(op) or not hasattr(uncompiled(op), "__qualname__"):
         raise RuleError(
             f"{op!r} can't be registered: register_op takes a function, a torch.autograd.Function or a torch.library op"
         )
-    plain = plain_of(op)
+    plain = uncompiled(op)
     callee = Callee(op, _path(f"{plain.__module__}.{plain.__qualname__}"), describe=shapes)
-    return _callable(kept_whole(callee), callee)
+    return _callable(keep_as_one_op(callee), callee)
 
 
 def _path(path: str) -> str:
     """Functions made inside of others share a name: they are numbered."""
-    number, found = 1, path
-    while "<locals>" in path and provided(found):
+    number, free = 1, path
+    while "<locals>" in path and provided(free):
         number += 1
-        found = f"{path}_{number}"
-    return found
+        free = f"{path}_{number}"
+    return free
 
 
-def _callable(result: Any, callee: Callee) -> _Kind:
+def _callable(result: Any, callee: Callee) -> _Registration:
     parameters = tuple(
-        Parameter(name=p.name, kind=_kind_of(p), default=p.default) for p in callee.signature.parameters.values()
+        OpParameter(name=p.name, kind=_kind_of(p), default=p.default) for p in callee.signature.parameters.values()
     )
     name = callee.path.rsplit(".", 1)[-1]
-    own = Own(name=name, target=f"call.{callee.path}", parameters=parameters, run=callee.run_plain)
-    return _Kind(own, result, callee.values, callee)
+    own = CustomOp(name=name, target=f"call.{callee.path}", parameters=parameters, run=callee.run_plain)
+    return _Registration(own, result, callee.values, callee)
 
 
 def _kind_of(parameter: inspect.Parameter) -> str:
@@ -152,18 +152,18 @@ def _kind_of(parameter: inspect.Parameter) -> str:
     return f"tuple[{name}, ...]" if parameter.kind is parameter.VAR_POSITIONAL else name
 
 
-def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Kind:
+def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Registration:
     if op._schema.is_mutable:
         raise RuleError(f"{op} changes its arguments; register a function around it, which may do so")
-    held = op._schema.arguments
+    arguments = op._schema.arguments
     parameters = tuple(
-        Parameter(
+        OpParameter(
             name=a.name, kind=str(a.type),
             default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
         )
-        for a in held
+        for a in arguments
     )  # fmt: skip
-    names = [a.name for a in held]
+    names = [a.name for a in arguments]
 
     def run(*values: Any) -> Any:
         return op(**dict(zip(names, values, strict=True)))
@@ -172,19 +172,19 @@ def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Kind:
         known = {p.name: p.default for p in parameters} | dict(zip(names, args, strict=False)) | kwargs
         return [known[name] for name in names]
 
-    return _Kind(Own(name=str(op), target=target_name(op), parameters=parameters, run=run), result, bind)
+    return _Registration(CustomOp(name=str(op), target=target_name(op), parameters=parameters, run=run), result, bind)
 
 
-def _check_algorithms(name: str, rule: str, given: Mapping[str, Any]) -> None:
+def _check_algorithms(name: str, rule: str, algorithms: Mapping[str, Any]) -> None:
     named = set(parse(rule).algorithms)
-    for label in sorted(named ^ set(given)):
+    for label in sorted(named ^ set(algorithms)):
         if label in named:
             remedy = f"pass algorithms={{{label!r}: ...}}"
             raise RuleError(f"the rule {rule!r} of {name} splits {label} by an algorithm; {remedy}")
         raise RuleError(f"{name} has an algorithm for {label}, and its rule {rule!r} does not say {label}=name")
 
 
-def _check(kind: _Kind, rule: RuleLike, probe: Callable[[], Any] | None) -> None:
+def _check(kind: _Registration, rule: RuleLike, probe: Callable[[], Any] | None) -> None:
     """Put the rule to the test on the user's inputs, or on such as the rule describes."""
     own = kind.own
     if probe is None and not isinstance(rule, str):
@@ -192,17 +192,17 @@ def _check(kind: _Kind, rule: RuleLike, probe: Callable[[], Any] | None) -> None
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
-            found = _probes(kind, probe) if probe is not None else list(own_inputs(own, parse(str(rule))))
-            for values in found:
+            samples = _probes(kind, probe) if probe is not None else list(custom_inputs(own, parse(str(rule))))
+            for values in samples:
                 _see_changes(kind, values)
         except NotProbed as why:
             warnings.warn(f"the rule of {own.name} is not checked: {why}; pass probe=", stacklevel=4)
             return
-        for values in found:
+        for values in samples:
             check_rule(own, rule, values, _talk)
 
 
-def _see_changes(kind: _Kind, values: Values) -> None:
+def _see_changes(kind: _Registration, values: Values) -> None:
     """Run it once, to see that it runs and which tensors it changes."""
     tensors = flat(list(values.values()))
     copies = [x.clone() for x in tensors]
@@ -211,7 +211,7 @@ def _see_changes(kind: _Kind, values: Values) -> None:
         if kind.callee is not None:
             kind.callee.changed = ()
         with torch.no_grad():
-            kind.own.run(*place(list(values.values()), copies))
+            kind.own.run(*replace_tensors(list(values.values()), copies))
     except Exception as error:
         raise NotProbed(f"it does not run here: {str(error).splitlines()[0]}") from error
     if kind.callee is not None:
@@ -219,40 +219,40 @@ def _see_changes(kind: _Kind, values: Values) -> None:
         kind.callee.changed = tuple(sorted({*known, *now}))
 
 
-def _probes(kind: _Kind, probe: Callable[[], Any]) -> list[Values]:
+def _probes(kind: _Registration, probe: Callable[[], Any]) -> list[Values]:
     """The user's inputs, with a value for every parameter."""
-    made = probe()
+    probed = probe()
     names = [p.name for p in kind.own.parameters]
-    found = []
-    for one in made if isinstance(made, list | Iterator) else [made]:
-        args: Sequence[Any] = one if isinstance(one, tuple) else (one,)
+    samples = []
+    for sample in probed if isinstance(probed, list | Iterator) else [probed]:
+        args: Sequence[Any] = sample if isinstance(sample, tuple) else (sample,)
         kwargs: dict[str, Any] = {}
         if len(args) == 2 and isinstance(args[0], tuple | list) and isinstance(args[1], dict):
             args, kwargs = args
-        found.append(dict(zip(names, kind.bind(args, kwargs), strict=True)))
-    return found
+        samples.append(dict(zip(names, kind.bind(args, kwargs), strict=True)))
+    return samples
 
 
-def _drawn(kind: _Kind, probe: Callable[[], Any], seed: int) -> Any:
+def _drawn(kind: _Registration, probe: Callable[[], Any], seed: int) -> Any:
     torch.manual_seed(seed)
     return call_of(kind.own, _probes(kind, probe)[0])
 
 
-def _talk(trial: Trial) -> None:
+def _talk(trial: SplitTrial) -> None:
     """Judge an algorithm: its ranks are threads that talk to each other."""
     if dist.is_initialized():
-        said = f"{trial.op}: its algorithms are not checked here, where processes talk already; register it before"
-        warnings.warn(said, stacklevel=2)
+        message = f"{trial.op}: its algorithms are not checked here, where processes talk already; register it before"
+        warnings.warn(message, stacklevel=2)
         return
 
     def work(rank: int) -> Any:
         start()
         groups = Groups(trial.mesh)
 
-        def run(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        def run(op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             group = groups[op.argument("axes")]
-            call = runtime.own(op.argument("path"), op.argument("label"), group, op.argument("size"))
-            return flat(own_call(call, op, given))
+            call = runtime.custom_algorithm(op.argument("path"), op.argument("label"), group, op.argument("size"))
+            return flat(custom_call(call, op, tensors))
 
         return trial.rank(rank, run)
 

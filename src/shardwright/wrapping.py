@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import InputError, raise_all
-from .runtime.parameters import ShardParameter
-from .runtime.replaced import ReplacedParameter
-from .runtime.wrappers import Unwrappable, wrapper_of
+from .runtime.model.wrappers import Unwrappable, wrapper_of
+from .runtime.parameters.replaced import ReplacedParameter
+from .runtime.parameters.sharded import ShardedParameter
 
 SHOWN = 6  # names in a message
 
@@ -63,7 +63,7 @@ def _tensor_faults(model: nn.Module) -> Iterator[str]:
     for path, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             yield f"{path} has no shape yet, since it is lazy; call the model once, then make the optimizer"
-        elif isinstance(tensor, ShardParameter | DTensor):
+        elif isinstance(tensor, ShardedParameter | DTensor):
             yield f"{path} is a {type(tensor).__name__}, a part of a tensor; pass a model with whole parameters"
         elif tensor.layout != torch.strided:
             yield f"{path} is sparse ({tensor.layout}); keep it dense"
@@ -84,7 +84,7 @@ def _function_of(kind: Any) -> Any:
 # -- optimizers --------------------------------------------------------------------------------
 
 
-def check_optimizers(model: nn.Module, optimizers: Sequence[Any], rows: bool) -> None:
+def check_optimizers(model: nn.Module, optimizers: Sequence[Any], per_replica: bool) -> None:
     """Whether each optimizer trains the model. What none of them trains, and what is not the model's, is said."""
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     reached: set[int] = set()
@@ -93,13 +93,15 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Any], rows: bool) ->
         reached |= own.keys()
         _check_shared(own, names, type(optimizer).__name__)
         strange = [tuple(parameter.shape) for number, parameter in own.items() if number not in names]
-        if strange and rows:
+        if strange and per_replica:
             raise InputError(
                 f"{type(optimizer).__name__} has {len(strange)} parameters that are not the model's (shapes "
-                f'{strange[:SHOWN]}), and with inputs="rows" their gradients are those of the rows of one group; put '
-                'what they belong to into the model, or pass inputs="same"'
+                f'{strange[:SHOWN]}), and with inputs="per_replica" their gradients are those of one replica; put '
+                'what they belong to into the model, or pass inputs="global"'
             )
-    left = [key for key, held in model.named_parameters() if held.requires_grad and id(held) not in reached]
+    left = [
+        key for key, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in reached
+    ]
     if optimizers and left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
         warnings.warn(
@@ -123,7 +125,7 @@ def _parameters_of(optimizer: Any) -> dict[int, Any]:
 
 def _check_shared(own: dict[int, Any], names: dict[int, str], kind: str) -> None:
     if own and not own.keys() & names.keys():
-        compiled = any(isinstance(parameter, ShardParameter) for parameter in own.values())
+        compiled = any(isinstance(parameter, ShardedParameter) for parameter in own.values())
         why = "it was passed to parallelize before" if compiled else "it was made of another model, or of a copy"
         raise InputError(
             f"{kind} has no parameter of the model, so that it would train nothing: {why}; make it of the parameters "

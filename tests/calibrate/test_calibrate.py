@@ -12,7 +12,7 @@ from shardwright.calibrate.collectives import count_per_node, fit, meshes
 from shardwright.calibrate.compute import Series, as_device, is_crowded, measure_ops, slowest
 from shardwright.calibrate.timing import seconds
 from shardwright.cli import main
-from shardwright.cluster import COLLECTIVES, KINDS, Curve, Measured, load
+from shardwright.cluster import COLLECTIVES, KINDS, Curve, MeasuredCollective, load
 from shardwright.errors import ClusterError
 from shardwright.layout import Axis, Mesh
 
@@ -20,8 +20,8 @@ TINY = Effort(each=0.001, longest=0.002, largest=2**16, factor=16, dtypes=(torch
 
 
 def test_groups_in_a_node_and_across_nodes_are_measured():
-    found = {ranks: str(mesh) for ranks, mesh in meshes(8, 4)}
-    assert found == {
+    measured = {ranks: str(mesh) for ranks, mesh in meshes(8, 4)}
+    assert measured == {
         (2,): "rest=4 x group=2",
         (4,): "rest=2 x group=4",
         (4, 4): "rest=1 x group=8",
@@ -53,11 +53,11 @@ def test_ranks_that_share_cores_are_as_slow_as_usual_and_not_as_quick_as_ever():
     assert not is_crowded(cpu, 1) or torch.get_num_threads() > cores
     assert not is_crowded(torch.device("cuda"), 1000)
 
-    def found(crowded: bool) -> float:
+    def estimate(crowded: bool) -> float:
         times = iter([1e-4, *range(1, 11)])
         return seconds(lambda: None, cpu, TINY, lambda _: next(times), crowded=crowded)
 
-    assert (found(False), found(True)) == (1, 5.5)
+    assert (estimate(False), estimate(True)) == (1, 5.5)
 
 
 def test_a_measured_device_repeats_what_was_measured():
@@ -77,7 +77,7 @@ def test_a_measured_device_repeats_what_was_measured():
 
 def test_a_link_is_fitted_to_the_smallest_ring():
     def table(ranks, *points):
-        return Measured(kind="all_gather", ranks=ranks, seconds=Curve(points))
+        return MeasuredCollective(kind="all_gather", ranks=ranks, seconds=Curve(points))
 
     tables = (
         table((4,), (1e3, 9e-4), (1e9, 9.0)),
@@ -100,8 +100,8 @@ def test_calibrate_in_earnest(tmp_path, capsys, monkeypatch):
     path = tmp_path / "out" / "mine.yaml"
     assert main(["calibrate", "--quick", "--ranks", "2", "-o", str(path)]) == 0
 
-    said = capsys.readouterr().out
-    assert "matmul" in said and "all_reduce" in said and "mine.yaml" in said
+    output = capsys.readouterr().out
+    assert "matmul" in output and "all_reduce" in output and "mine.yaml" in output
     assert yaml.safe_load(path.read_text())["version"] == 1
     cluster = load(path)
     assert (cluster.name, cluster.size, cluster.nodes) == ("mine", 2, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.capture import Captured, capture, run
+from shardwright.capture import CapturedGraph, capture, run
 from shardwright.ir import Op
 
 
@@ -18,7 +18,7 @@ def tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     )
 
 
-def agree(module: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any) -> Captured:
+def agree(module: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any) -> CapturedGraph:
     """Capture, run the graph and the module with the same seed, and assert that they agree."""
     captured = capture(module, args, kwargs)
     original = copy.deepcopy(module)
@@ -65,6 +65,6 @@ def distance(mine: Tensor, theirs: Tensor) -> float:
     return float((mine.detach() - theirs.detach()).abs().max()) if mine.numel() else 0.0
 
 
-def ops(captured: Captured, kind: str) -> list[Op]:
+def ops(captured: CapturedGraph, kind: str) -> list[Op]:
     """The ops whose aten name is `kind`."""
     return [op for op in captured.graph.ops if op.target.split(".")[1] == kind]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import shardwright.capture.trace as trace
+import shardwright.capture.tracing.export as trace
 from shardwright.capture import capture
 from shardwright.errors import CaptureError
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 from shardwright.errors import CaptureError, InputError
 
 from ..models.odd import Branching, Memory, Net, Rows
@@ -93,7 +93,7 @@ def test_arguments_and_results_may_be_nested():
 
 def test_what_no_graph_has_may_be_inside():
     captured = agree(Around(Does(lambda module, x: torch.vmap(module.linear)(x))), x())
-    assert captured.opaques["part"].looked is False
+    assert captured.opaques["part"].observed is False
 
 
 def test_the_outermost_mark_counts():
@@ -119,13 +119,13 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_fakes_are_enough_where_no_data_decides():
-    skeleton = skeleton_of(Around(nn.Linear(4, 4)))
-    assert capture(skeleton, (torch.empty(6, 4, dtype=torch.float64, device="meta"),)).opaques["part"].looked is False
+    skeleton = copy_to_meta(Around(nn.Linear(4, 4)))
+    assert capture(skeleton, (torch.empty(6, 4, dtype=torch.float64, device="meta"),)).opaques["part"].observed is False
 
 
 def test_what_only_a_run_can_tell_needs_values():
     with pytest.raises(CaptureError, match="part returns can only be seen by running the model"):
-        capture(skeleton_of(Around(Branching())), (x(),))
+        capture(copy_to_meta(Around(Branching())), (x(),))
 
 
 def writes_in_place(module: nn.Module, x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def test_rows_are_checked_backward_too():
 
 
 def test_what_could_not_be_checked_is_noted():
-    assert any("was not checked" in n for n in capture(skeleton_of(Around(nn.Linear(4, 4), True)), (x(),)).graph.notes)
+    assert any("was not checked" in n for n in capture(copy_to_meta(Around(nn.Linear(4, 4), True)), (x(),)).graph.notes)
     assert any("one row" in note for note in capture(Around(Rows(), batch=True), (x(1),)).graph.notes)
     assert any("random" in note for note in capture(Around(Rows(drop=0.5), batch=True), (x(),)).graph.notes)
     assert capture(Around(Rows(), batch=True), (x(),)).graph.notes == ()
@@ -218,7 +218,7 @@ def test_shapes_that_change_between_calls_are_refused():
 
     captured = capture(Around(Does(grows)).double(), (x().abs() * 0 + 1,))
     [op] = [op for op in captured.graph.ops if op.target == "call.opaque"]
-    wrong = captured.opaques["part"].made[0].shape[0] == 3
+    wrong = captured.opaques["part"].outputs[0].shape[0] == 3
     held = [torch.zeros(4, 4).double(), torch.zeros(4).double(), torch.zeros(()).double()]
     given = -torch.ones(6, 4).double() if wrong else torch.ones(6, 4).double()
     with pytest.raises(InputError, match="returned tensors of shapes"):

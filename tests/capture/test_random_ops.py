@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.capture import capture
-from shardwright.rules import is_drawn_whole
+from shardwright.rules import is_random
 
 
 class Calls(nn.Module):
@@ -38,7 +38,7 @@ def drawing(call, x):
 )
 def test_an_op_that_torch_tags_is_drawn_whole_by_its_key(call):
     (op,) = drawing(call, torch.randn(2, 3, 4, 4))
-    assert is_drawn_whole(op)
+    assert is_random(op)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_draws_nothing_is_not_random(call):
 
 def test_dropout_is_drawn_by_position():
     (op,) = drawing(lambda x: F.dropout(x, 0.5), torch.randn(2, 3))
-    assert not is_drawn_whole(op)
+    assert not is_random(op)
 
 
 def test_recurrent_layers_draw_where_they_drop():
@@ -73,4 +73,4 @@ def test_a_custom_op_with_the_tag_draws():
 
     noisy.register_fake(torch.empty_like)
     (op,) = drawing(noisy, torch.randn(3))
-    assert is_drawn_whole(op)
+    assert is_random(op)

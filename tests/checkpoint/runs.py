@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from tests.models.zoo import ZOO
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Any]

@@ -20,14 +20,14 @@ from .runs import assert_same, forget, made, steps, values
 
 def slow(seconds, only=None):
     """Writes take long; on one rank, if it is said."""
-    write = disk.Writing.write
+    write = disk.AtomicFile.write
 
     def slowly(self, data):
         if only is None or dist.get_rank() == only:
             time.sleep(seconds)
         write(self, data)
 
-    return mock.patch.object(disk.Writing, "write", slowly)
+    return mock.patch.object(disk.AtomicFile, "write", slowly)
 
 
 def on_ranks(rank, plan, folder):
@@ -63,7 +63,7 @@ def failing(rank, folder):
     steps(run, "mlp", 1)
     held = CheckpointFolder(f"{folder}/run")
     held.save(1, run[0], run[1])
-    write = disk.Writing.write
+    write = disk.AtomicFile.write
 
     def full(self, data):
         if rank == 1:
@@ -72,7 +72,7 @@ def failing(rank, folder):
 
     seen = []
     for background in (False, True):
-        with mock.patch.object(disk.Writing, "write", full):
+        with mock.patch.object(disk.AtomicFile, "write", full):
             try:
                 held.save(2, run[0], run[1], background=background)
                 steps(run, "mlp", 1)
@@ -94,7 +94,7 @@ def test_an_error_of_one_rank_is_one_on_all_and_loses_nothing(pools, tmp_path):
 def test_an_error_surfaces_once_at_the_next_call(tmp_path):
     net, optimizer = little()
     train(net, optimizer, 1)
-    with mock.patch.object(disk.Writing, "write", side_effect=OSError(errno.EIO, "the disk is broken")):
+    with mock.patch.object(disk.AtomicFile, "write", side_effect=OSError(errno.EIO, "the disk is broken")):
         saving = sw.save(tmp_path / "x", net, optimizer, background=True)
         while not saving.done:
             time.sleep(0.01)

@@ -44,7 +44,7 @@ def die_at(number):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(lambda event, args: count() if event in EVENTS else None)
-    write = disk.Writing.write
+    write = disk.AtomicFile.write
 
     def counted(self, data):
         count()
@@ -52,7 +52,7 @@ def die_at(number):
         count()
         write(self, data[len(data) // 2 :])
 
-    disk.Writing.write = counted
+    disk.AtomicFile.write = counted
 
 
 def marked(step):
@@ -161,7 +161,7 @@ def test_killed_twenty_times_at_random(tmp_path):
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, after, background):
     folder = CheckpointFolder(tmp_path, keep_last=1)
     folder.save(1, *marked(1))
-    write, room = disk.Writing.write, [after]
+    write, room = disk.AtomicFile.write, [after]
 
     def full(self, data):
         room[0] -= len(data)
@@ -170,7 +170,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, after, background):
         write(self, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk.Writing, "write", full)
+        patch.setattr(disk.AtomicFile, "write", full)
         with pytest.raises(CheckpointError, match=r"step-000002 could not be saved: No space left on device"):
             folder.save(2, *marked(2), background=background).wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]

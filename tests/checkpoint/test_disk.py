@@ -38,9 +38,9 @@ def test_a_draft_gets_its_name_when_it_is_finished(tmp_path):
     (tmp_path / "x.part").mkdir()
     (tmp_path / "x.part" / "left").write_text("of a crash")
 
-    draft = disk.begin(path, "mark")
-    assert list(draft.iterdir()) == [] and (path / "data").read_text() == "x"
-    (draft / "data").write_text("new")
+    builder = disk.begin(path, "mark")
+    assert list(builder.iterdir()) == [] and (path / "data").read_text() == "x"
+    (builder / "data").write_text("new")
     disk.finish(path)
 
     assert [held.name for held in tmp_path.iterdir()] == ["x"]
@@ -50,12 +50,12 @@ def test_a_draft_gets_its_name_when_it_is_finished(tmp_path):
 @pytest.mark.parametrize("beside", ["x.part", "x.old"])
 def test_what_a_crash_left_beside_its_name_is_found_and_kept(tmp_path, beside):
     folder(tmp_path / beside)
-    assert disk.located(tmp_path / "x", "mark") == tmp_path / beside
+    assert disk.find_folder(tmp_path / "x", "mark") == tmp_path / beside
 
     disk.begin(tmp_path / "x", "mark")
 
     assert (tmp_path / "x" / "data").read_text() == beside
-    assert disk.located(tmp_path / "x", "mark") == tmp_path / "x"
+    assert disk.find_folder(tmp_path / "x", "mark") == tmp_path / "x"
 
 
 def test_an_empty_folder_may_be_taken_and_one_with_something_else_may_not(tmp_path):

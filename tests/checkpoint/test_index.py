@@ -15,14 +15,14 @@ from shardwright.checkpoint.index import (
     HF_SINGLE,
     INDEX,
     Chunk,
-    Entry,
     Index,
+    IndexEntry,
     find_weights,
     index_of_weights,
     read_index,
     read_into,
 )
-from shardwright.checkpoint.tensorfile import Mapped, Spec
+from shardwright.checkpoint.tensorfile import MappedFiles, Spec
 from shardwright.errors import CheckpointError
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(4, 6)
@@ -37,12 +37,12 @@ def quarters(folder: Path) -> Index:
         written[file] += WHOLE[row : row + height, column : column + width].contiguous().numpy().tobytes()
     for file, content in written.items():
         (folder / file).write_bytes(content)
-    entry = Entry(spec=Spec(dtype=torch.float32, shape=(4, 6)), chunks=tuple(chunks))
+    entry = IndexEntry(spec=Spec(dtype=torch.float32, shape=(4, 6)), chunks=tuple(chunks))
     return Index(folder=folder, entries={"w": entry})
 
 
 def test_boxes_are_put_together_where_they_belong(tmp_path):
-    assert torch.equal(quarters(tmp_path).whole("w", Mapped()), WHOLE)
+    assert torch.equal(quarters(tmp_path).full_tensor("w", MappedFiles()), WHOLE)
 
 
 def test_a_tensor_is_filled_out_of_all_boxes(tmp_path):
@@ -76,7 +76,7 @@ def test_an_index_is_read_as_it_was_written(tmp_path):
 )
 def test_boxes_that_do_not_make_up_the_tensor_are_refused(boxes):
     with pytest.raises(ValueError, match="boxes of"):
-        Entry(
+        IndexEntry(
             spec=Spec(dtype=torch.float32, shape=(4,)),
             chunks=tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes),
         )
@@ -91,7 +91,7 @@ def test_boxes_that_do_not_make_up_the_tensor_are_refused(boxes):
 )
 def test_boxes_that_overlap_are_refused_although_their_sizes_add_up(boxes):
     with pytest.raises(ValueError, match="overlap"):
-        Entry(
+        IndexEntry(
             spec=Spec(dtype=torch.float32, shape=(4, 3)),
             chunks=tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes),
         )
@@ -100,8 +100,8 @@ def test_boxes_that_overlap_are_refused_although_their_sizes_add_up(boxes):
 def test_empty_boxes_and_boxes_of_any_form_make_up_a_tensor():
     boxes = [((0, 0), (3, 2)), ((3, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 2), (3, 1)), ((0, 0), (0, 3)), ((1, 1), (2, 0))]
     chunks = tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes)
-    assert Entry(spec=Spec(dtype=torch.float32, shape=(4, 3)), chunks=chunks).chunks == chunks
-    assert Entry(spec=Spec(dtype=torch.float32, shape=(0,)), chunks=(Chunk((0,), (0,), "a", 0),) * 2)
+    assert IndexEntry(spec=Spec(dtype=torch.float32, shape=(4, 3)), chunks=chunks).chunks == chunks
+    assert IndexEntry(spec=Spec(dtype=torch.float32, shape=(0,)), chunks=(Chunk((0,), (0,), "a", 0),) * 2)
 
 
 @pytest.mark.parametrize(("start", "fine"), [(8, True), (0, True), (9, False), (-1, False)])
@@ -144,8 +144,8 @@ def test_a_folder_of_several_files_is_read_by_its_index(tmp_path):
     folder = sharded(tmp_path, {"table": "one.safetensors", "head": "two.safetensors"})
     assert find_weights(folder) == [folder / "one.safetensors", folder / "two.safetensors"]
     index, _ = index_of_weights(folder)
-    assert torch.equal(index.whole("head", Mapped()), WHOLE + 1)
-    assert torch.equal(index.whole("table", Mapped()), WHOLE)
+    assert torch.equal(index.full_tensor("head", MappedFiles()), WHOLE + 1)
+    assert torch.equal(index.full_tensor("table", MappedFiles()), WHOLE)
 
 
 def test_a_folder_of_one_file_is_that_file_and_a_folder_without_one_is_refused(tmp_path):
@@ -171,4 +171,4 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path, weight_map, 
 
 def test_a_tensor_of_another_dtype_is_put_together_in_it(tmp_path):
     index, _ = index_of_weights(weights(tmp_path / "w.safetensors", {"ids": WHOLE.long() + 2**40}, {}))
-    assert torch.equal(index.whole("ids", Mapped()), WHOLE.long() + 2**40)
+    assert torch.equal(index.full_tensor("ids", MappedFiles()), WHOLE.long() + 2**40)

@@ -7,14 +7,14 @@ import pytest
 import shardwright as sw
 from shardwright.checkpoint import open_checkpoint
 from shardwright.checkpoint.loading import STATE
-from shardwright.checkpoint.meeting import Meeting
+from shardwright.checkpoint.ranks import CheckpointRanks
 from shardwright.errors import CheckpointError
 
 from .little import little
 
 
 def refused(path, rank: int | None) -> bool:
-    meeting = None if rank is None else Meeting(None)
+    meeting = None if rank is None else CheckpointRanks(None)
     if meeting is not None:
         meeting.rank, meeting.size = rank, 2
     try:
@@ -52,5 +52,5 @@ def test_what_fails_on_one_rank_is_told_as_it_is_where_there_is_one(tmp_path):
         raise ZeroDivisionError("in here")
 
     with pytest.raises(ZeroDivisionError):
-        Meeting(None).together(fails)
-    assert Meeting(None).together(lambda: 3) == 3
+        CheckpointRanks(None).together(fails)
+    assert CheckpointRanks(None).together(lambda: 3) == 3

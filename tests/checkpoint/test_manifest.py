@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import shardwright as sw
-from shardwright.checkpoint.manifest import MANIFEST, damage, others
+from shardwright.checkpoint.manifest import MANIFEST, damage, unlisted_files
 
 from .little import little
 
@@ -17,7 +17,7 @@ def test_the_newest_one_beside_it_comes_first_and_the_newest_whole_one_is_named(
         os.utime(tmp_path / name / MANIFEST, (10**9 - age, 10**9 - age))
     (tmp_path / "notes").mkdir()
 
-    assert [held.name for held in others(tmp_path / "a")] == ["c", "d", "b"]
+    assert [held.name for held in unlisted_files(tmp_path / "a")] == ["c", "d", "b"]
     (tmp_path / "c" / MANIFEST).write_text("{}")
     os.utime(tmp_path / "c" / MANIFEST, (10**9, 10**9))
     assert damage(tmp_path / "a", ["x is short"]).endswith(f"  - x is short\n{tmp_path / 'd'} is whole: load that one")

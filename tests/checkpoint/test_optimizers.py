@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.checkpoint.census import Census
-from shardwright.checkpoint.optimizers import joined
+from shardwright.checkpoint.key_owners import KeyOwners
+from shardwright.checkpoint.optimizers import merge_optimizers
 from shardwright.errors import CheckpointError
 
 from .little import little, train
@@ -91,17 +91,17 @@ def said(state: list[str], *groups: list[str]) -> dict:
 
 
 def test_stages_with_other_numbers_of_groups_are_refused():
-    census = Census(little()[0])
+    census = KeyOwners(little()[0])
     for one, other in ((["up.weight"], []), ([], ["up.weight"])):
         with pytest.raises(CheckpointError, match=r"with \d and \d param groups; make the optimizer before"):
-            joined([said([], one), said([], other, [])], census)
+            merge_optimizers([said([], one), said([], other, [])], census)
 
 
 def test_groups_have_the_parameters_of_all_stages_in_the_order_of_the_model():
-    census = Census(little()[0])
+    census = KeyOwners(little()[0])
     first, second = said(["down.bias"], ["down.bias"], ["down.weight"]), said(["up.bias"], ["up.bias"], [])
 
-    found = joined([first, second], census)
+    found = merge_optimizers([first, second], census)
 
     assert [group["params"] for group in found["groups"]] == [["up.bias", "down.bias"], ["down.weight"]]
     assert found["state"].keys() == {"down.bias", "up.bias"}
@@ -109,5 +109,5 @@ def test_groups_have_the_parameters_of_all_stages_in_the_order_of_the_model():
 
 
 def test_one_optimizer_keeps_the_order_of_its_own():
-    (group,) = joined([said([], ["down.bias", "up.bias"])], Census(little()[0]))["groups"]
+    (group,) = merge_optimizers([said([], ["down.bias", "up.bias"])], KeyOwners(little()[0]))["groups"]
     assert group["params"] == ["down.bias", "up.bias"]

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwright.checkpoint.tensorfile import DTYPES, Mapped, Spec, TensorWriter, in_order, read_header
+from shardwright.checkpoint.tensorfile import DTYPES, MappedFiles, Spec, TensorWriter, in_order, read_header
 from shardwright.errors import CheckpointError
 
 TENSORS = {
@@ -42,7 +42,7 @@ def test_what_the_package_writes_is_read_in_parts(tmp_path):
     kept = {name: held.contiguous() for name, held in TENSORS.items()}
     save_file(kept, tmp_path / "x.safetensors")
     places, _ = read_header(tmp_path / "x.safetensors")
-    mapped = Mapped()
+    mapped = MappedFiles()
     for name, held in kept.items():
         whole = mapped.box(tmp_path / "x.safetensors", places[name], [0] * held.dim(), held.shape)
         assert whole.dtype == held.dtype and torch.equal(whole, held), name

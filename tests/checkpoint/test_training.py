@@ -13,11 +13,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import open_checkpoint
-from shardwright.checkpoint.census import Census
-from shardwright.checkpoint.index import Reader
-from shardwright.checkpoint.training import joined
+from shardwright.checkpoint.index import IndexReader
+from shardwright.checkpoint.key_owners import KeyOwners
+from shardwright.checkpoint.training import merge_stages
 from shardwright.errors import CheckpointError, InputError
-from shardwright.runtime.state_values import PieceTensor
+from shardwright.runtime.parameters.state_values import ShardTensor
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -32,7 +32,7 @@ def test_what_stages_have_in_extra_objects_is_joined_and_the_first_has_the_last_
     one = said(shared={"$": "tensor", "key": "x"}, mine={"a": 1}, plain={"$": "tuple", "items": []})
     two = said(shared={"$": "tensor", "key": "y", "more": 1}, mine={"b": 2}, plain={"c": 3}, late=4)
 
-    assert joined([one, None, two], Census(little()[0]))["extra"] == {
+    assert merge_stages([one, None, two], KeyOwners(little()[0]))["extra"] == {
         "ema": {"shared": {"$": "tensor", "key": "x"}, "mine": {"a": 1, "b": 2}, "plain": one["extra"]["ema"]["plain"],
                 "late": 4}
     }  # fmt: skip
@@ -198,7 +198,7 @@ def averages(rank, plan, saved, folder):
         sw.load(f"{folder}/x", run[0], run[1], extra={"averages": held})
     kinds = {type(value) for value in held.held.values()}
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in held.held.items()}
-    return whole, values(run[0]), PieceTensor in kinds
+    return whole, values(run[0]), ShardTensor in kinds
 
 
 @pytest.mark.parametrize("before", ["tp=2", "pp=2"])
@@ -291,7 +291,7 @@ def test_dcp_reads_it_with_our_reader(tmp_path):
     sw.save(tmp_path / "x", net, optimizer)
     wanted = {f"model/{key}": torch.zeros_like(held) for key, held in net.state_dict().items() if key != "head.weight"}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
-        dcp.load(wanted, storage_reader=Reader(open_checkpoint(tmp_path / "x").index), no_dist=True)
+        dcp.load(wanted, storage_reader=IndexReader(open_checkpoint(tmp_path / "x").index), no_dist=True)
     assert torch.equal(wanted["model/up.weight"], net.up.weight)
 
 

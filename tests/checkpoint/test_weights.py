@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import shardwright as sw
 from shardwright.checkpoint import load_weights, save_weights
-from shardwright.checkpoint.tensorfile import Mapped, Spec
+from shardwright.checkpoint.tensorfile import MappedFiles, Spec
 from shardwright.checkpoint.weights import _shards
 from shardwright.errors import CheckpointError, InputError
 
@@ -62,7 +62,7 @@ def original(request, tmp_path_factory):
 def go_through(rank, name, plan, folder):
     """Start from the folder, and end as another. What was read of the files, in bytes at once and in all."""
     read = []
-    box = Mapped.box
+    box = MappedFiles.box
 
     def counted(self, *args):
         found = box(self, *args)
@@ -72,7 +72,7 @@ def go_through(rank, name, plan, folder):
     torch.manual_seed(5 + rank)
     example = {"input_ids": IDS, "labels": IDS}
     model = sw.parallelize(MODELS[name](), plan=plan, example=example, directory=f"{folder}/generated")
-    with mock.patch.object(Mapped, "box", counted):
+    with mock.patch.object(MappedFiles, "box", counted):
         load_weights(f"{folder}/hf", model)
     loss = float(model(**example).loss.detach())
     save_weights(f"{folder}/{plan}", model, shard_size=20_000)
@@ -238,7 +238,7 @@ def no_room(rank, folder):
         if left[0] < 0:
             raise OSError(28, "No space left on device", str(self.path))
 
-    with mock.patch.object(disk.Writing, "write", full), pytest.raises(CheckpointError, match="No space left"):
+    with mock.patch.object(disk.AtomicFile, "write", full), pytest.raises(CheckpointError, match="No space left"):
         save_weights(f"{folder}/x.safetensors", model)
     save_weights(f"{folder}/y.safetensors", model)
 

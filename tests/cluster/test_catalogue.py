@@ -23,13 +23,13 @@ def test_later_generations_are_not_slower():
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_fewer_bits_are_not_slower_and_the_link_is_slower_than_the_memory(name):
-    held = DEVICES[name]
+    device = DEVICES[name]
     if name != "cpu":  # which has no units for 16 bits
         order = ["float64", "float32", "tfloat32", "float16", "float8"]
-        peaks = [dict(held.flops)[dtype] for dtype in order if dtype in dict(held.flops)]
+        peaks = [dict(device.flops)[dtype] for dtype in order if dtype in dict(device.flops)]
         assert peaks == sorted(peaks)
     usual = parse(f"2x2x{name}").groups[0].node
-    assert usual.network.bandwidth < usual.inside.bandwidth < held.bandwidth
+    assert usual.network.bandwidth < usual.inside.bandwidth < device.bandwidth
 
 
 @pytest.mark.parametrize("name", ASSUMED)
@@ -42,8 +42,8 @@ def test_what_is_assumed_is_a_fraction(name):
 
 
 def test_large_products_reach_what_is_assumed():
-    held = DEVICES["A100-80GB"]
-    assert 2 * 16384**3 / held.matmul_time(16384, 16384, 16384, "bfloat16") == pytest.approx(
+    device = DEVICES["A100-80GB"]
+    assert 2 * 16384**3 / device.matmul_time(16384, 16384, 16384, "bfloat16") == pytest.approx(
         ASSUMED["A100"].matmul * 312e12, rel=0.02
     )
 

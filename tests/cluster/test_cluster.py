@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwright.cluster import Cluster, parse
 from shardwright.cluster.catalogue import DEVICES, LINKS, network
-from shardwright.cluster.cluster import Group, Node, rank_groups
+from shardwright.cluster.cluster import Node, NodeGroup, rank_groups
 from shardwright.errors import ClusterError, LayoutError
 from shardwright.layout import Axis, Mesh
 
@@ -70,7 +70,7 @@ def test_different_nodes_talk_as_fast_as_the_slower():
 def test_what_joins_the_groups_counts_only_from_group_to_group():
     node = Node(device=DEVICES["H100"], devices=2, inside=LINKS["nvlink-4"], network=network("2xinfiniband-400", 2))
     slow = network("ethernet-10", 2)
-    cluster = Cluster(name="c", groups=(Group(node=node, nodes=2), Group(node=node, nodes=2)), between=slow)
+    cluster = Cluster(name="c", groups=(NodeGroup(node=node, nodes=2), NodeGroup(node=node, nodes=2)), between=slow)
     assert cluster.span([0, 2]).between == node.network
     assert cluster.span([0, 4]).between == slow
     assert cluster.span([4, 6]).between == node.network

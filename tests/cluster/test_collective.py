@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwright.cluster import COLLECTIVES, Curve, Link, Measured, Span, collective_time, parse
+from shardwright.cluster import COLLECTIVES, Curve, Link, MeasuredCollective, Span, collective_time, parse
 from shardwright.errors import ClusterError
 from shardwright.layout import Axis, Mesh
 
@@ -65,9 +65,9 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(span, bytes):
 def test_across_nodes_is_never_faster_than_all_in_one_node(kind, per_node, nodes, bytes, fast, part, longer):
     fast = replace(fast, pair=None)
     slow = replace(fast, name="slow", bandwidth=fast.bandwidth * part, latency=fast.latency * longer)
-    one = Span(ranks=(per_node * nodes,), inside=fast)
+    single = Span(ranks=(per_node * nodes,), inside=fast)
     several = Span(ranks=(per_node,) * nodes, inside=fast if per_node > 1 else None, between=slow)
-    assert collective_time(kind, bytes, several) >= collective_time(kind, bytes, one) * (1 - 1e-9)
+    assert collective_time(kind, bytes, several) >= collective_time(kind, bytes, single) * (1 - 1e-9)
 
 
 @given(kinds, amounts)
@@ -108,7 +108,7 @@ def test_a_tree_over_nodes_grows_with_the_logarithm_of_their_number():
 
 def test_measured_times_take_the_place_of_the_formula():
     cluster = parse("2x8xH100")
-    table = Measured(kind="all_reduce", ranks=(8,), seconds=Curve(((1e3, 1.0), (1e5, 100.0))))
+    table = MeasuredCollective(kind="all_reduce", ranks=(8,), seconds=Curve(((1e3, 1.0), (1e5, 100.0))))
     cluster = replace(cluster, measured=(table,))
     grid = Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=8)))
 
@@ -150,5 +150,5 @@ def test_what_is_no_collective_is_refused():
     with pytest.raises(ClusterError, match="'gather' is no collective; there are all_reduce"):
         collective_time("gather", 1, Span(ranks=(8,), inside=FAST))
     with pytest.raises(ClusterError, match="'gather' is no collective"):
-        Measured(kind="gather", ranks=(2,), seconds=Curve(((1.0, 1.0),)))
+        MeasuredCollective(kind="gather", ranks=(2,), seconds=Curve(((1.0, 1.0),)))
     assert math.isfinite(collective_time("send", 1, Span(ranks=(8,), inside=FAST)))

@@ -68,7 +68,7 @@ def test_an_unknown_dtype_says_which_there_are():
 @given(devices, sizes, st.integers(1, 64), st.sampled_from(KINDS))
 def test_a_part_of_an_op_takes_its_part_of_the_time_or_more(device, size, parts, kind):
     assert device.scales
-    whole, part = (device.op_time(held, held, kind, "float32") for held in (size, size / parts))
+    whole, part = (device.op_time(amount, amount, kind, "float32") for amount in (size, size / parts))
     assert part >= whole / parts * (1 - 1e-9)
 
 
@@ -92,6 +92,6 @@ def test_a_cache_makes_parts_quicker():
     ],
 )
 def test_a_device_that_makes_no_sense_is_refused(changed, words):
-    facts = {"name": "d", "flops": (("float32", 1.0),), "memory": 1, "bandwidth": 1.0, "efficiency": FLAT}
+    analysis = {"name": "d", "flops": (("float32", 1.0),), "memory": 1, "bandwidth": 1.0, "efficiency": FLAT}
     with pytest.raises(ClusterError, match=words):
-        Device(**(facts | changed))
+        Device(**(analysis | changed))

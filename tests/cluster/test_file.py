@@ -12,10 +12,10 @@ from shardwright.cluster import (
     Curve,
     Device,
     Efficiency,
-    Group,
     Link,
-    Measured,
+    MeasuredCollective,
     Node,
+    NodeGroup,
     find,
     load,
     parse,
@@ -53,9 +53,9 @@ def clusters(draw):
         node = Node(
             device=draw(devices(f"device {place}")), devices=draw(st.integers(1, 9)), inside=own[0], network=own[1]
         )
-        groups.append(Group(node=node, nodes=draw(st.integers(1, 9))))
+        groups.append(NodeGroup(node=node, nodes=draw(st.integers(1, 9))))
     kinds = draw(st.sets(st.sampled_from(COLLECTIVES)))
-    measured = tuple(Measured(kind=kind, ranks=(4, 2), seconds=draw(curves)) for kind in sorted(kinds))
+    measured = tuple(MeasuredCollective(kind=kind, ranks=(4, 2), seconds=draw(curves)) for kind in sorted(kinds))
     between = draw(st.none() | st.just(Link(name="joint", bandwidth=3e9, latency=0.0, pair=1e9)))
     text = st.text(max_size=20)
     return Cluster(name=draw(text), groups=tuple(groups), between=between, measured=measured, about=draw(text))
@@ -98,20 +98,20 @@ def test_a_file_without_a_name_has_that_of_the_file(tmp_path):
     assert load(tmp_path / "mine.yaml").name == "mine"
 
 
-ONE = "groups: [{devices: 2, device: H100}]"
+ONE_NODE = "groups: [{devices: 2, device: H100}]"
 
 
-def of_device(facts):
-    return f"{ONE}\ndevices: {{d: {{{facts}}}}}"
+def of_device(analysis):
+    return f"{ONE_NODE}\ndevices: {{d: {{{analysis}}}}}"
 
 
 BAD = [
     ("groups: []", r"groups: \[\] is not a list"),
     ("groups: [3]", r"groups\[0\]: 3 is not a mapping"),
     ("name: x", "the file: groups missing"),
-    (f"{ONE}\nbetwen: ethernet-100", "there is no key 'betwen'; did you mean between"),
-    (f"{ONE}\nname: 3", "name: 3 is not text"),
-    (f"{ONE}\n{ONE}", "'groups' is there twice"),
+    (f"{ONE_NODE}\nbetwen: ethernet-100", "there is no key 'betwen'; did you mean between"),
+    (f"{ONE_NODE}\nname: 3", "name: 3 is not text"),
+    (f"{ONE_NODE}\n{ONE_NODE}", "'groups' is there twice"),
     ("groups: [", "is not YAML"),
     ("groups: !!python/object/apply:os.getcwd []", "is not YAML"),
     ("groups: [{device: H100}]", r"groups\[0\]: devices missing"),
@@ -121,19 +121,25 @@ BAD = [
     ("groups: [{device: H100, devices: 8, inside: fast}]", r"groups\[0\]\.inside: there is no link 'fast'"),
     ("groups: [{device: H100, devices: 8, network: fast}]", r"groups\[0\]\.network: there is no network 'fast'"),
     ("devices: {d: {like: H100}}\ngroups: [{device: d, devices: 8}]", r"groups\[0\]: inside and network missing"),
-    (f"{ONE}\nlinks: 3", "links: 3 is not a mapping"),
-    (f"{ONE}\nlinks: {{l: {{bandwidth: 3}}}}", r"links\.l: latency missing"),
-    (f"{ONE}\nlinks: {{l: {{bandwidth: fast, latency: 1}}}}", r"links\.l\.bandwidth: 'fast' is not a number"),
-    (f"{ONE}\nlinks: {{l: {{bandwidth: 1, latency: 1, efficiency: 2}}}}", r"links\.l: .*efficiency is 2"),
+    (f"{ONE_NODE}\nlinks: 3", "links: 3 is not a mapping"),
+    (f"{ONE_NODE}\nlinks: {{l: {{bandwidth: 3}}}}", r"links\.l: latency missing"),
+    (f"{ONE_NODE}\nlinks: {{l: {{bandwidth: fast, latency: 1}}}}", r"links\.l\.bandwidth: 'fast' is not a number"),
+    (f"{ONE_NODE}\nlinks: {{l: {{bandwidth: 1, latency: 1, efficiency: 2}}}}", r"links\.l: .*efficiency is 2"),
     (of_device("memory: 1 GiB"), r"devices\.d: flops, bandwidth, efficiency missing"),
     (of_device("like: H10"), r"devices\.d\.like: there is no device 'H10'"),
     (of_device("like: H100, memory: 80 GB/s"), r"devices\.d\.memory: '80 GB/s'"),
     (of_device("like: H100, flops: 3"), r"devices\.d\.flops: 3 is not a mapping"),
     (of_device("like: H100, efficiency: {conv: 1}"), r"devices\.d\.efficiency: there is no key 'conv'"),
     (of_device("like: H100, efficiency: {copy: {8: -1}}"), r"devices\.d\.efficiency\.copy: .*positive"),
-    (f"{ONE}\nmeasured: [{{kind: all_reduced, ranks: [2], seconds: 1}}]", r"measured\[0\]\.kind: .*mean all_reduce"),
-    (f"{ONE}\nmeasured: [{{kind: send, ranks: [0], seconds: 1}}]", r"measured\[0\]\.ranks: 0"),
-    (f"{ONE}\nmeasured: [{{kind: send, ranks: [2], seconds: {{1: soon}}}}]", r"measured\[0\]\.seconds, size 1: 'soon'"),
+    (
+        f"{ONE_NODE}\nmeasured: [{{kind: all_reduced, ranks: [2], seconds: 1}}]",
+        r"measured\[0\]\.kind: .*mean all_reduce",
+    ),
+    (f"{ONE_NODE}\nmeasured: [{{kind: send, ranks: [0], seconds: 1}}]", r"measured\[0\]\.ranks: 0"),
+    (
+        f"{ONE_NODE}\nmeasured: [{{kind: send, ranks: [2], seconds: {{1: soon}}}}]",
+        r"measured\[0\]\.seconds, size 1: 'soon'",
+    ),
 ]
 
 
@@ -146,7 +152,7 @@ def test_a_bad_file_is_refused_with_the_key(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("", "None is not a map"), ("[1]", "not a map"), (f"version: 2\n{ONE}", "2 is not known")]
+    ("text", "words"), [("", "None is not a map"), ("[1]", "not a map"), (f"version: 2\n{ONE_NODE}", "2 is not known")]
 )
 def test_what_is_no_cluster_of_this_version_is_refused(tmp_path, text, words):
     (tmp_path / "bad.yaml").write_text(text)

@@ -9,11 +9,11 @@ from bench.memory import alive
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.compile import skeleton_of
-from shardwright.cost import Training
+from shardwright.compile import copy_to_meta
+from shardwright.cost import TrainingSetup
 from shardwright.cost.fusing import fuse
-from shardwright.cost.peak import Timeline
-from shardwright.cost.rank import steps_of
+from shardwright.cost.memory_timeline import MemoryTimeline
+from shardwright.cost.rank_program import steps_of
 from shardwright.cost.training import ON_CPU
 from shardwright.layout import Mesh
 from shardwright.probe import probing
@@ -23,13 +23,13 @@ from tests.models.zoo import loss_of
 
 
 def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
-    found = captured(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
-    return analyse(found.graph, probing(found.functions))
+    capture_result = captured(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    return analyse(capture_result.graph, probing(capture_result.functions))
 
 
 def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    facts, one = analysed(module, args, kwargs), Mesh(axes=())
-    line = Timeline(fuse(steps_of(facts, one, {}, {}, Training())), Training(), ON_CPU)
+    analysis, mesh = analysed(module, args, kwargs), Mesh(axes=())
+    line = MemoryTimeline(fuse(steps_of(analysis, mesh, {}, {}, TrainingSetup())), TrainingSetup(), ON_CPU)
     line.forward()
     return line.heap.total
 
@@ -39,17 +39,17 @@ def saved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dire
     model = sw.parallelize(module, example=(args, kwargs), plan="single", directory=directory)
     gc.collect()  # what is let go of later leaves its address to what is saved
     there = alive()
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if _address(tensor) not in there:
-            found[_address(tensor)] = tensor.untyped_storage()
+            storages[_address(tensor)] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model(*args, **kwargs))
     assert loss.requires_grad
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _address(tensor: Tensor) -> int:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.cost import Training, call_of
-from shardwright.cost.keeps import kept_bytes
+from shardwright.cost import TrainingSetup, local_call
+from shardwright.cost.saved_for_backward import saved_bytes
 from shardwright.layout import Axis, Mesh
 from tests.models.zoo import ZOO
 
@@ -80,11 +80,11 @@ class Of(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.held = nn.ParameterList(torch.rand(shape) for shape in OPS[name][1])
+        self.weights = nn.ParameterList(torch.rand(shape) for shape in OPS[name][1])
 
     def forward(self, x: Tensor) -> Tensor:
         call, _ = OPS[self.name]
-        return call(*(-held for held in self.held)).sum() + x.sum()
+        return call(*(-tensor for tensor in self.weights)).sum() + x.sum()
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -124,12 +124,12 @@ def test_under_no_grad_nothing_is_kept():
 
 
 def test_the_planner_gets_the_same_numbers_of_a_share():
-    facts = analysed(*ZOO["dropout_gpt"]())
+    analysis = analysed(*ZOO["dropout_gpt"]())
     mesh = Mesh(axes=(Axis(name="dp", size=2),))
-    name = next(op.name for op in facts.graph.ops if "dropout" in op.target)
-    signature = facts.signatures[name]
-    (role,) = [role for role in signature.roles if role.atom in facts.batch]
-    whole = kept_bytes(call_of(signature, {}, mesh, Training()), signature)
-    half = kept_bytes(call_of(signature, {"dp": role.name}, mesh, Training()), signature)
+    name = next(op.name for op in analysis.graph.ops if "dropout" in op.target)
+    signature = analysis.signatures[name]
+    (role,) = [role for role in signature.roles if role.atom in analysis.batch]
+    whole = saved_bytes(local_call(signature, {}, mesh, TrainingSetup()), signature)
+    half = saved_bytes(local_call(signature, {"dp": role.name}, mesh, TrainingSetup()), signature)
     assert whole == ((False,), (False,), 4 * 12 * 32)
     assert half == ((False,), (False,), 2 * 12 * 32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwright.cluster import find
-from shardwright.cost.moves import Moves
+from shardwright.cost.reshard_prices import ReshardPrices
 from shardwright.cost.resources import Resource
-from shardwright.layout import FANNED, SUMMED, Layout, make_layout
+from shardwright.layout import PARTIAL, REPLICATE, Layout, make_layout
 from tests.layout.drawn import mesh_of
 
 BYTES = 1 << 20
@@ -20,20 +20,20 @@ def layout(**rest) -> Layout:
 
 def price(start: Layout, goal: Layout) -> tuple[float, float]:
     """Seconds that are waited for, forward and backward."""
-    found = Moves(MESH, find("8xA100-80GB")).prices([start, layout()], [layout(), goal], BYTES, True)[0, 1]
-    return found[Resource.SEND_FORWARD], found[Resource.SEND_BACKWARD]
+    used = ReshardPrices(MESH, find("8xA100-80GB")).prices([start, layout()], [layout(), goal], BYTES, True)[0, 1]
+    return used[Resource.SEND_FORWARD], used[Resource.SEND_BACKWARD]
 
 
 @pytest.mark.parametrize(
     ("start", "goal", "sums"),
     [
-        (layout(x=SUMMED, y=SUMMED), layout(), (1, 0)),
-        (layout(), layout(x=FANNED, y=FANNED), (0, 1)),
-        (layout(x=SUMMED, y=SUMMED), layout(x=FANNED, y=FANNED), (1, 1)),
+        (layout(x=PARTIAL, y=PARTIAL), layout(), (1, 0)),
+        (layout(), layout(x=REPLICATE, y=REPLICATE), (0, 1)),
+        (layout(x=PARTIAL, y=PARTIAL), layout(x=REPLICATE, y=REPLICATE), (1, 1)),
     ],
 )
 def test_a_sum_over_two_axes_is_one_over_both(start, goal, sums):
-    moves = Moves(MESH, find("8xA100-80GB"))
+    moves = ReshardPrices(MESH, find("8xA100-80GB"))
     once = moves.waited("all_reduce", BYTES, ("x", "y"))
 
     assert price(start, goal) == pytest.approx(tuple(count * once for count in sums))
@@ -41,7 +41,7 @@ def test_a_sum_over_two_axes_is_one_over_both(start, goal, sums):
 
 
 def test_different_sums_are_made_one_after_the_other():
-    moves = Moves(MESH, find("8xA100-80GB"))
+    moves = ReshardPrices(MESH, find("8xA100-80GB"))
     apart = [moves.waited("all_reduce", BYTES, (axis,)) for axis in "xy"]
 
-    assert price(layout(x=SUMMED), layout(y=FANNED)) == pytest.approx(tuple(apart))
+    assert price(layout(x=PARTIAL), layout(y=REPLICATE)) == pytest.approx(tuple(apart))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.cost import ON_CPU, ON_GPU, Memory, Training, peak
+from shardwright.cost import ON_CPU, ON_GPU, MemoryPeak, TrainingSetup, simulate_memory
 from shardwright.cost.fusing import fuse
 from shardwright.cost.heap import ACTIVATION
-from shardwright.cost.peak import Timeline
-from shardwright.cost.rank import steps_of
+from shardwright.cost.memory_timeline import MemoryTimeline
+from shardwright.cost.rank_program import steps_of
 from shardwright.planning import make_plan
 from shardwright.rules import Analysis
 from tests.models.zoo import ZOO
@@ -45,44 +45,44 @@ def of_zoo(name: str, batch: int = 4) -> Analysis:
     return analysed(*ZOO[name](batch=batch))
 
 
-def memory(facts: Analysis, plan: str, ranks: int, **options) -> Memory:
-    made = make_plan(facts.graph, facts, plan, ranks)
-    training = options.pop("training", Training())
-    return peak(facts, made.mesh, made.choices("train"), made.storage, training, **options)
+def memory(analysis: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
+    made_plan = make_plan(analysis.graph, analysis, plan, ranks)
+    training = options.pop("training", TrainingSetup())
+    return simulate_memory(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, training, **options)
 
 
 def test_what_persists_is_counted_exactly():
-    found = memory(chain(), "single", 1)
-    assert (found.parameters, found.optimizer, found.inputs) == (WEIGHTS, 2 * WEIGHTS, VALUE)
+    peak = memory(chain(), "single", 1)
+    assert (peak.parameters, peak.optimizer, peak.inputs) == (WEIGHTS, 2 * WEIGHTS, VALUE)
 
 
 def test_the_parts_make_the_peak():
-    found = memory(chain(), "single", 1)
-    assert found.peak == max(found.forward, found.backward, found.update)
-    assert found.at[1] in ("forward", "backward", "update")
+    peak = memory(chain(), "single", 1)
+    assert peak.peak == max(peak.forward, peak.backward, peak.update)
+    assert peak.at[1] in ("forward", "backward", "update")
 
 
 def test_forward_ends_with_one_kept_value_for_each_layer_and_one_product():
-    found = memory(chain(), "single", 1)
+    peak = memory(chain(), "single", 1)
     kept = (LAYERS + 1) * VALUE
-    assert found.forward == pytest.approx(found.parameters + found.optimizer + found.inputs + kept, abs=8)
+    assert peak.forward == pytest.approx(peak.parameters + peak.optimizer + peak.inputs + kept, abs=8)
 
 
 def test_backward_ends_with_all_gradients():
-    found = memory(chain(), "single", 1, training=Training(optimizer="sgd"))
-    assert found.update == found.parameters + found.inputs + WEIGHTS
+    peak = memory(chain(), "single", 1, training=TrainingSetup(optimizer="sgd"))
+    assert peak.update == peak.parameters + peak.inputs + WEIGHTS
 
 
 def test_an_optimizer_without_state_has_none():
-    assert memory(chain(), "single", 1, training=Training(optimizer="sgd")).optimizer == 0
-    assert memory(chain(), "single", 1, training=Training(optimizer="momentum")).optimizer == WEIGHTS
+    assert memory(chain(), "single", 1, training=TrainingSetup(optimizer="sgd")).optimizer == 0
+    assert memory(chain(), "single", 1, training=TrainingSetup(optimizer="momentum")).optimizer == WEIGHTS
 
 
 @pytest.mark.parametrize(("level", "parameters", "optimizer"), [(1, 1, 1), (2, 1, 1), (3, 0.5, 1)])
 def test_zero_splits_what_it_says(level, parameters, optimizer):
-    found = memory(chain(), f"zero{level}=2", 2)
-    assert found.parameters == parameters * WEIGHTS
-    assert found.optimizer == optimizer * WEIGHTS
+    peak = memory(chain(), f"zero{level}=2", 2)
+    assert peak.parameters == parameters * WEIGHTS
+    assert peak.optimizer == optimizer * WEIGHTS
 
 
 def test_each_level_of_zero_needs_less_before_the_next():
@@ -98,49 +98,54 @@ def test_gradients_in_buckets_are_there_in_forward_too():
 
 
 def test_accumulating_gradients_costs_their_memory_in_forward():
-    once, often = memory(chain(), "single", 1), memory(chain(), "single", 1, training=Training(accumulate=2))
+    once, often = memory(chain(), "single", 1), memory(chain(), "single", 1, training=TrainingSetup(accumulate=2))
     assert often.forward == once.forward + WEIGHTS
 
 
 def test_half_precision_halves_what_is_kept():
-    single, half = memory(chain(), "single", 1), memory(chain(), "single", 1, training=Training(compute="bfloat16"))
+    single, half = (
+        memory(chain(), "single", 1),
+        memory(chain(), "single", 1, training=TrainingSetup(compute="bfloat16")),
+    )
     assert half.parameters == single.parameters
-    kept = [found.forward - found.parameters - found.optimizer for found in (half, single)]
+    kept = [peak.forward - peak.parameters - peak.optimizer for peak in (half, single)]
     assert kept[0] < 0.6 * kept[1]
 
 
 def test_on_a_gpu_the_optimizer_has_a_temporary_for_every_parameter():
-    cpu, gpu = memory(chain(), "single", 1), memory(chain(), "single", 1, habits=ON_GPU)
+    cpu, gpu = memory(chain(), "single", 1), memory(chain(), "single", 1, traits=ON_GPU)
     assert cpu.update == 4 * WEIGHTS + VALUE  # a fused kernel has none
     assert gpu.update == 5 * WEIGHTS + VALUE
-    others = memory(chain(), "single", 1, training=Training(optimizer="rmsprop"))
+    others = memory(chain(), "single", 1, training=TrainingSetup(optimizer="rmsprop"))
     assert others.update == 3 * WEIGHTS + VALUE + 2 * WEIGHTS / LAYERS
 
 
 def test_modules_that_are_recomputed_keep_what_goes_in():
-    facts = of_zoo("gpt", 64)
-    plain = memory(facts, "single", 1)
-    again = memory(facts, "single", 1, recompute=("blocks.0", "blocks.1"))
+    analysis = of_zoo("gpt", 64)
+    plain = memory(analysis, "single", 1)
+    again = memory(analysis, "single", 1, recompute=("blocks.0", "blocks.1"))
     assert again.forward < 0.75 * plain.forward
     assert again.peak < plain.peak
 
 
 def test_a_models_own_checkpoints_are_the_same_as_recomputing_those_modules():
     written = memory(of_zoo("checkpointed_gpt", 64), "single", 1)
-    said = memory(of_zoo("gpt", 64), "single", 1, recompute=("blocks.0", "blocks.1"))
-    assert written.peak == pytest.approx(said.peak, rel=0.01)
+    recomputed = memory(of_zoo("gpt", 64), "single", 1, recompute=("blocks.0", "blocks.1"))
+    assert written.peak == pytest.approx(recomputed.peak, rel=0.01)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "sp=2", "zero3=2"])
 @pytest.mark.parametrize("name", ["gpt", "dropout_gpt", "resnet", "hf_t5", "checkpointed_gpt"])
 def test_nothing_is_left_over_after_a_step(name, plan):
     """Every storage of an activation is released once, whatever the way through the model."""
-    facts = of_zoo(name)
-    made = make_plan(facts.graph, facts, plan, 2)
-    program = fuse(steps_of(facts, made.mesh, made.choices("train"), made.storage, Training()))
-    line = Timeline(program, Training(), ON_CPU)
+    analysis = of_zoo(name)
+    made_plan = make_plan(analysis.graph, analysis, plan, 2)
+    program = fuse(steps_of(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, TrainingSetup()))
+    line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
     line.backward()
-    inputs = sum(held.bytes for held in program.tensors if held.fixed and held.gradient and held.parameter is None)
+    inputs = sum(
+        tensor.bytes for tensor in program.tensors if tensor.fixed and tensor.gradient and tensor.parameter is None
+    )
     assert line.heap.now[ACTIVATION] == pytest.approx(inputs, abs=1)
     assert all(refs >= 0 for refs in line.heap.refs)

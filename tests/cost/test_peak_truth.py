@@ -15,11 +15,11 @@ def measure_all(rank: int, cells: list[tuple[str, str]]) -> list[Measured]:
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, str], Measured]:
     """All cells in one pair of processes; those again of which a busy machine hid a release from the profiler."""
-    found: dict[tuple[str, str], Measured] = {}
+    by_case: dict[tuple[str, str], Measured] = {}
     for _ in range(3):
-        left = [cell for cell in CELLS if cell not in found or not found[cell].complete]
-        found.update(zip(left, run_processes(2, measure_all, left, timeout=120)[0] if left else (), strict=True))
-    return found
+        left = [cell for cell in CELLS if cell not in by_case or not by_case[cell].complete]
+        by_case.update(zip(left, run_processes(2, measure_all, left, timeout=120)[0] if left else (), strict=True))
+    return by_case
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.capture import experts as mark_experts
-from shardwright.cost import Send, Training, algorithm_sends
-from shardwright.layout import Axis, Block, Mesh, make_cut
-from shardwright.runtime import comm, losses, norms
-from shardwright.runtime.experts import experts
+from shardwright.cost import AlgorithmCollective, TrainingSetup, algorithm_collectives
+from shardwright.layout import Axis, Block, Mesh, make_shard
+from shardwright.runtime.algorithms import losses, norms
+from shardwright.runtime.algorithms.experts import experts
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Groups
 from tests.cost.calls import signatures
 from tests.runtime.ranks import run_ranks
@@ -36,13 +37,13 @@ def sent(rank: int, run) -> tuple[list[Sent], list[Sent]]:
     ]
 
 
-def said(sends: tuple[Send, ...], when: str) -> list[tuple[str, float]]:
-    assert all(held.axes == ("x",) for held in sends)
-    return [(held.collective, held.bytes) for held in sends if held.when == when]
+def sends_of(sends: tuple[AlgorithmCollective, ...], when: str) -> list[tuple[str, float]]:
+    assert all(sent.axes == ("x",) for sent in sends)
+    return [(sent.collective, sent.bytes) for sent in sends if sent.when == when]
 
 
 def choice_of(signature, algorithm: str) -> dict[str, str]:
-    (label,) = (label for label, held in signature.rule.algorithms.items() if held.name == algorithm)
+    (label,) = (label for label, algorithm_of in signature.rule.algorithms.items() if algorithm_of.name == algorithm)
     return {"x": next(role.name for role in signature.roles if role.label == label)}
 
 
@@ -56,8 +57,8 @@ class Loss(nn.Module):
 
 
 def loss_of(smoothing: float = 0.0):
-    found = signatures(Loss(smoothing), torch.zeros(6, 10, requires_grad=True), torch.zeros(6, dtype=torch.long))
-    return found["aten.cross_entropy_loss.default"]
+    by_op = signatures(Loss(smoothing), torch.zeros(6, 10, requires_grad=True), torch.zeros(6, dtype=torch.long))
+    return by_op["aten.cross_entropy_loss.default"]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -67,10 +68,10 @@ def test_cross_entropy_over_split_classes(smoothing):
         return losses.cross_entropy(logits, torch.arange(6), classes=group, label_smoothing=smoothing)
 
     signature = loss_of(smoothing)
-    sends = algorithm_sends(signature, choice_of(signature, "classes"), MESH, Training())
+    sends = algorithm_collectives(signature, choice_of(signature, "classes"), MESH, TrainingSetup())
     forward, backward = run_ranks(RANKS, sent, run)[0]
-    assert said(sends, "forward") == [(kind, 4 * elements) for kind, elements in forward]
-    assert said(sends, "backward") == backward == []
+    assert sends_of(sends, "forward") == [(kind, 4 * elements) for kind, elements in forward]
+    assert sends_of(sends, "backward") == backward == []
 
 
 def test_a_mean_over_split_rows_sends_a_count():
@@ -79,10 +80,10 @@ def test_a_mean_over_split_rows_sends_a_count():
         return losses.cross_entropy(logits, torch.arange(3), rows=group)
 
     signature = loss_of()
-    sends = algorithm_sends(signature, choice_of(signature, "rows"), MESH, Training())
+    sends = algorithm_collectives(signature, choice_of(signature, "rows"), MESH, TrainingSetup())
     forward, _ = run_ranks(RANKS, sent, run)[0]
     assert forward == [("all_reduce", 1)]
-    assert sends == (Send("all_reduce", 8, ("x",), "forward"),)
+    assert sends == (AlgorithmCollective("all_reduce", 8, ("x",), "forward"),)
 
 
 def test_batch_norm_over_split_rows():
@@ -90,12 +91,12 @@ def test_batch_norm_over_split_rows():
         x, weight, bias = torch.randn(4, 7, 3).requires_grad_(), torch.ones(7), torch.zeros(7)
         return norms.batch_norm(x, weight, bias, torch.zeros(7), torch.ones(7), True, 0.1, 1e-5, group)[0]
 
-    found = signatures(nn.BatchNorm1d(7), torch.zeros(8, 7, 3, requires_grad=True))
-    (signature,) = (held for target, held in found.items() if "batch_norm" in target)
-    sends = algorithm_sends(signature, choice_of(signature, "batch"), MESH, Training())
+    by_op = signatures(nn.BatchNorm1d(7), torch.zeros(8, 7, 3, requires_grad=True))
+    (signature,) = (candidate for target, candidate in by_op.items() if "batch_norm" in target)
+    sends = algorithm_collectives(signature, choice_of(signature, "batch"), MESH, TrainingSetup())
     forward, backward = run_ranks(RANKS, sent, run)[0]
-    assert said(sends, "forward") == [(kind, RANKS * 4 * elements) for kind, elements in forward]
-    assert said(sends, "backward") == [(kind, 4 * elements) for kind, elements in backward]
+    assert sends_of(sends, "forward") == [(kind, RANKS * 4 * elements) for kind, elements in forward]
+    assert sends_of(sends, "backward") == [(kind, 4 * elements) for kind, elements in backward]
     assert len(forward) == len(backward) == 1
 
 
@@ -120,33 +121,33 @@ class Layer(nn.Module):
 
 def test_experts_send_tokens_there_and_back():
     def run(rank, group):
-        cut = make_cut(MESH.axes[0], (Block(1, 4, 1),), 1)
+        cut = make_shard(MESH.axes[0], (Block(1, 4, 1),), 1)
         hidden, weights = torch.randn(6, 5).requires_grad_(), torch.rand(6, 2).requires_grad_()
         index = torch.tensor([[0, 2]] * 6)  # one on each rank
-        held = nn.Parameter(torch.randn(2, 5, 5))
+        weight = nn.Parameter(torch.randn(2, 5, 5))
 
         def layer(rows, numbers, shares):
-            return (torch.einsum("td,tkde->tke", rows, held[numbers]) * shares[..., None]).sum(1)
+            return (torch.einsum("td,tkde->tke", rows, weight[numbers]) * shares[..., None]).sum(1)
 
         return experts(layer, hidden, index, weights, group, cut)
 
     (signature,) = (
-        held for target, held in signatures(Layer(), torch.zeros(12, 5, requires_grad=True)).items()
+        candidate for target, candidate in signatures(Layer(), torch.zeros(12, 5, requires_grad=True)).items()
         if target == "call.opaque"
     )  # fmt: skip
-    sends = algorithm_sends(signature, choice_of(signature, "experts"), MESH, Training())
+    sends = algorithm_collectives(signature, choice_of(signature, "experts"), MESH, TrainingSetup())
     forward, backward = run_ranks(RANKS, sent, run)[0]
     items = [8, 4, 4, 8, 4]  # counts, rows, weights, numbers of experts, results
     pairs = zip(items, forward, strict=True)
-    assert said(sends, "forward") == [(kind, item * elements) for item, (kind, elements) in pairs]
-    assert sorted(said(sends, "backward")) == sorted((kind, 4 * elements) for kind, elements in backward)
+    assert sends_of(sends, "forward") == [(kind, item * elements) for item, (kind, elements) in pairs]
+    assert sorted(sends_of(sends, "backward")) == sorted((kind, 4 * elements) for kind, elements in backward)
 
 
 def test_a_lookup_in_split_rows_and_ops_without_algorithms_send_nothing():
-    found = signatures(nn.Embedding(8, 4), torch.zeros(6, dtype=torch.long))
-    table = found["aten.embedding.default"]
-    assert algorithm_sends(table, choice_of(table, "rows"), MESH, Training()) == ()
+    by_op = signatures(nn.Embedding(8, 4), torch.zeros(6, dtype=torch.long))
+    table = by_op["aten.embedding.default"]
+    assert algorithm_collectives(table, choice_of(table, "rows"), MESH, TrainingSetup()) == ()
 
     plain = signatures(nn.Linear(8, 4, bias=False), torch.zeros(6, 8))["aten.linear.default"]
     for role in plain.roles:
-        assert algorithm_sends(plain, {"x": role.name}, MESH, Training()) == ()
+        assert algorithm_collectives(plain, {"x": role.name}, MESH, TrainingSetup()) == ()

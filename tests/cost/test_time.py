@@ -15,7 +15,7 @@ from torch import nn
 from shardwright.capture import capture
 from shardwright.cluster import Curve, Efficiency
 from shardwright.cluster.catalogue import DEVICES
-from shardwright.cost import OpTime, Training, call_of, join_time, op_time, update_time
+from shardwright.cost import OpTime, TrainingSetup, join_time, local_call, op_time, update_time
 from shardwright.ir.graph import Slot
 from shardwright.layout import Axis, Mesh
 from shardwright.rules import analyse
@@ -38,12 +38,12 @@ def test_backward_is_a_product_for_each_input_that_has_a_gradient(data, weight, 
 
 
 def test_what_has_no_gradient_has_no_backward():
-    for held in (
+    for op_call in (
         linear(100, 100, 100, data=False, weight=False),
         call("gelu", [tensor(100, gradient=False)], [tensor(100, gradient=False)]),
         call("cross_entropy_loss", [tensor(8, 9, gradient=False)], [tensor(gradient=False)]),
     ):
-        assert op_time(held, HALF).backward == 0
+        assert op_time(op_call, HALF).backward == 0
 
 
 def test_a_thin_product_reaches_less_and_a_batch_of_matrices_is_thin_if_they_are():
@@ -54,13 +54,13 @@ def test_a_thin_product_reaches_less_and_a_batch_of_matrices_is_thin_if_they_are
 
     tensors = [tensor(64, 512, 128), tensor(64, 128, 512)]
     many = call("bmm", tensors, [tensor(64, 512, 512)], flops=2.0 * 64 * 512 * 128 * 512)
-    one = linear(512 * 64, 512, 128)
-    assert op_time(many, device).forward == pytest.approx(op_time(one, device).forward, rel=0.02)
+    single = linear(512 * 64, 512, 128)
+    assert op_time(many, device).forward == pytest.approx(op_time(single, device).forward, rel=0.02)
 
 
 def test_pooling_is_as_slow_as_a_device_says_and_only_forward():
     slow = Efficiency(kind="pooling", curve=Curve(((1.0, 0.05),)))
-    device = replace(HALF, efficiency=tuple(slow if one.kind == "pooling" else one for one in HALF.efficiency))
+    device = replace(HALF, efficiency=tuple(slow if item.kind == "pooling" else item for item in HALF.efficiency))
     pool = call("max_pool2d", [tensor(MEGA)], [tensor(MEGA // 4)])
     usual, slower = op_time(pool, HALF), op_time(pool, device)
     assert slower.forward == pytest.approx(10 * usual.forward)
@@ -91,9 +91,9 @@ def test_attention_is_two_products_forward_and_five_slower_ones_backward():
 
 
 def test_a_causal_attention_skips_half_and_wastes_its_diagonal():
-    full, causal = (op_time(attention(65536, is_causal=held), HALF).forward for held in (False, True))
+    full, causal = (op_time(attention(65536, is_causal=is_causal), HALF).forward for is_causal in (False, True))
     assert causal / full == pytest.approx(0.5 + 0.5 * 128 / 65536)
-    full, causal = (op_time(attention(64, is_causal=held), HALF).forward for held in (False, True))
+    full, causal = (op_time(attention(64, is_causal=is_causal), HALF).forward for is_causal in (False, True))
     assert causal == full  # one block
 
 
@@ -148,8 +148,8 @@ def test_views_are_free(kind):
 
 def test_copies_are_not():
     x = tensor(MEGA)
-    for held in (call("clone", [x], [x]), call("reshape", [x], [x], copies=True)):
-        assert op_time(held, HALF).forward == pytest.approx(8e-3)
+    for op_call in (call("clone", [x], [x]), call("reshape", [x], [x], copies=True)):
+        assert op_time(op_call, HALF).forward == pytest.approx(8e-3)
 
 
 def test_parts_are_views_whose_gradients_are_put_together():
@@ -223,29 +223,32 @@ class Turned(nn.Module):
 
 
 def test_a_reshape_copies_what_was_turned_but_not_what_attention_wrote():
-    found = analyse(capture(Turned(), (torch.zeros(2, 8, 16, requires_grad=True),)).graph).signatures
-    copied = [whole(held).copies for held in found.values() if held.op.target == "aten.reshape.default"]
+    by_op = analyse(capture(Turned(), (torch.zeros(2, 8, 16, requires_grad=True),)).graph).signatures
+    copied = [whole(signature).copies for signature in by_op.values() if signature.op.target == "aten.reshape.default"]
     assert copied == [True, False]
 
 
 def test_a_split_op_has_the_time_of_its_part():
-    (held,) = (
+    (linear_signature,) = (
         signature
         for target, signature in signatures(nn.Linear(512, 256, bias=False), torch.zeros(64, 512)).items()
         if target == "aten.linear.default"
     )
     mesh = Mesh(axes=(Axis(name="tp", size=2),))
-    parts = {role.name: call_of(held, {"tp": role.name}, mesh, Training()) for role in held.roles}
+    parts = {
+        role.name: local_call(linear_signature, {"tp": role.name}, mesh, TrainingSetup())
+        for role in linear_signature.roles
+    }
     assert len(parts) == 3
     for part in parts.values():
-        assert part.flops == whole(held).flops / 2
-        assert op_time(part, HALF).forward < op_time(whole(held), HALF).forward
+        assert part.flops == whole(linear_signature).flops / 2
+        assert op_time(part, HALF).forward < op_time(whole(linear_signature), HALF).forward
 
 
 def test_a_call_is_priced_in_microseconds():
-    held, device = linear(4096, 4096, 4096, dtype="bfloat16"), DEVICES["A100-80GB"]
-    op_time(held, device)
+    op_call, device = linear(4096, 4096, 4096, dtype="bfloat16"), DEVICES["A100-80GB"]
+    op_time(op_call, device)
     begun = time.perf_counter()
     for _ in range(2000):
-        op_time(held, device)
+        op_time(op_call, device)
     assert (time.perf_counter() - begun) / 2000 < 100e-6  # 10 on a laptop; far from milliseconds wherever it runs

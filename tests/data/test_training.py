@@ -64,7 +64,7 @@ def parallel(given, batch, loss_of, plan, inputs, directory, **options):
     def run(rank):
         net = copy.deepcopy(given[0])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-        rows = batch // 2 if inputs == "rows" else batch
+        rows = batch // 2 if inputs == "per_replica" else batch
         example = [held[:rows] for held in given[1].tensors][: 1 if loss_of is outside else 2]
         model, optimizer = sw.parallelize(
             net, optimizer, plan=plan, inputs=inputs, directory=directory, example=tuple(example)
@@ -86,12 +86,12 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(
     ("plan", "inputs", "batch"),
     [
-        ("dp=2", "same", 4),
-        ("dp=2", "rows", 4),
-        ("zero3=2", "rows", 8),
-        ("dp=2,tp=2", "rows", 8),
-        ("tp=2", "same", 8),
-        ("auto", "rows", 4),
+        ("dp=2", "global", 4),
+        ("dp=2", "per_replica", 4),
+        ("zero3=2", "per_replica", 8),
+        ("dp=2,tp=2", "per_replica", 8),
+        ("tp=2", "global", 8),
+        ("auto", "per_replica", 4),
     ],
 )
 def test_the_last_batch_is_exact(tmp_path, given, plan, inputs, batch):
@@ -101,14 +101,14 @@ def test_the_last_batch_is_exact(tmp_path, given, plan, inputs, batch):
 
 def test_a_loss_outside_of_the_model_too(tmp_path, given):
     wanted = single(given, 8, outside)
-    first, second = parallel(given, 8, outside, "dp=2", "rows", tmp_path)
+    first, second = parallel(given, 8, outside, "dp=2", "per_replica", tmp_path)
     for found in (first, second):
         assert_same(([], found[1]), ([], wanted[1]))
     assert first[0][-1] == second[0][-1] == pytest.approx(wanted[0][-1], abs=1e-10)  # both have all of the last batch
 
 
 def test_rows_that_fill_up_are_exact_where_labels_can_be_ignored(tmp_path, given):
-    for found in parallel(given, 8, inside, "dp=2", "rows", tmp_path, last="pad", ignore={1: -100}):
+    for found in parallel(given, 8, inside, "dp=2", "per_replica", tmp_path, last="pad", ignore={1: -100}):
         assert_same(found, single(given, 8, inside))
 
 
@@ -116,7 +116,7 @@ def test_a_model_that_is_told_wrong_says_so(tmp_path, given):
     def run(rank):
         x, y = given[1].tensors
         model = sw.parallelize(
-            copy.deepcopy(given[0]), plan="dp=2", inputs="rows", directory=tmp_path, example=(x[:2], y[:2])
+            copy.deepcopy(given[0]), plan="dp=2", inputs="per_replica", directory=tmp_path, example=(x[:2], y[:2])
         )
         model.pass_whole(True)
         for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_model_that_is_told_wrong_says_so(tmp_path, given):
             with pytest.raises(InputError, match="rank 1 passes another batch than rank 0"):
                 model(x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3])
         model.pass_whole(False)
-        with pytest.raises(InputError, match="all groups pass the same"):
+        with pytest.raises(InputError, match="but all pass the same"):
             model(x[:3], y[:3])
 
     run_ranks(2, run)

@@ -6,27 +6,27 @@ from functools import lru_cache
 
 from shardwright.emit import emit
 from shardwright.lower import lower, lower_pipeline
-from shardwright.plan import draw, read_request
-from shardwright.plan.pipeline import draw_pipeline
+from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import analyse
 from tests.plan.graphs import deep_gpt, facts_of, graph_of
 
 
 @lru_cache
 def text_of(plan: str, name: str = "gpt", batch: int = 4) -> str:
-    graph, facts = graph_of(name, batch), facts_of(name, batch)
-    return emit(lower(graph, draw(graph, read_request(plan), facts), facts)).text
+    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    return emit(lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)).text
 
 
 @lru_cache
 def pipeline_texts(plan: str, microbatches: int, name: str = "gpt", batch: int = 4) -> tuple[str, ...]:
     """The file of each segment."""
-    graph, facts = graph_of(name, batch), facts_of(name, batch)
-    drawn = draw_pipeline(graph, read_request(plan), facts, "", microbatches)
-    return tuple(emit(program).text for program in lower_pipeline(graph, drawn, facts).programs)
+    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    drawn = build_pipeline(graph, parse_plan_string(plan), analysis, "", microbatches)
+    return tuple(emit(program).text for program in lower_pipeline(graph, drawn, analysis).programs)
 
 
 def deep_text(plan: str, layers: int) -> str:
     graph = deep_gpt(layers)
-    facts = analyse(graph)
-    return emit(lower(graph, draw(graph, read_request(plan), facts), facts)).text
+    analysis = analyse(graph)
+    return emit(lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)).text

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 from shardwright.emit import validate
 from shardwright.errors import LoweringError
-from shardwright.lower import Program
+from shardwright.lower import LoweredProgram
 
 
-def survivors(program: Program, text: str) -> tuple[int, list[str]]:
+def survivors(program: LoweredProgram, text: str) -> tuple[int, list[str]]:
     """How many mutants of the class a file has, and those that validation takes for the program."""
     count, left = 0, []
     for what, mutant in mutants(text):

@@ -42,7 +42,11 @@ def test_the_text_compiles_and_no_name_shadows_a_builtin_a_module_or_a_size(name
     text = text_of(plan, name)
 
     compile(text, "generated.py", "exec")
-    taken = sizes(text) | set(dir(builtins)) | {"torch", "F", "comm", "runtime", "cut", "share", "Piece", "Stage"}
+    taken = (
+        sizes(text)
+        | set(dir(builtins))
+        | {"torch", "F", "comm", "runtime", "shard", "local_size", "ParameterEntry", "Program", "R"}
+    )
     for method in methods(text).values():
         assert not (bound(method) - {"self"}) & taken
 
@@ -52,8 +56,12 @@ def test_the_text_compiles_and_no_name_shadows_a_builtin_a_module_or_a_size(name
 def test_every_name_that_is_read_has_been_bound(name, plan):
     text = text_of(plan, name)
 
-    known = sizes(text) | set(dir(builtins)) | {"torch", "F", "comm", "runtime", "cut", "share", "Piece", "Stage"}
-    known |= {"MESH", "GROUPS", "PIECES", "UNITS"}
+    known = (
+        sizes(text)
+        | set(dir(builtins))
+        | {"torch", "F", "comm", "runtime", "shard", "local_size", "ParameterEntry", "Program", "R"}
+    )
+    known |= {"MESH", "GROUPS", "PARAMETERS", "UNITS"}
     for method in methods(text).values():
         read = {held.id for held in ast.walk(method) if isinstance(held, ast.Name) and isinstance(held.ctx, ast.Load)}
         assert read <= bound(method) | known
@@ -81,7 +89,7 @@ def test_the_number_of_ranks_changes_numbers_and_not_lines():
     few, many = (text_of(plan, "gpt", batch=1024) for plan in ("dp=4,tp=2", "dp=1024,tp=4"))
 
     def lines(text: str) -> list[str]:
-        return re.sub(r'cut\("tp", [\d, ]+\)', "cut", text.split("class ")[1]).splitlines()
+        return re.sub(r'shard\("tp", [\d, ]+\)', "cut", text.split("class ")[1]).splitlines()
 
     assert lines(few) == lines(many)
 
@@ -114,8 +122,8 @@ def test_a_region_that_the_model_recomputes_is_a_method_run_by_recompute():
 
 def recomputed(plan: str, *paths: str) -> str:
     graph = deep_gpt(6)
-    facts = analyse(graph)
-    return emit(lower(graph, plan_of(graph, plan, *paths, facts=facts), facts)).text
+    analysis = analyse(graph)
+    return emit(lower(graph, plan_of(graph, plan, *paths, analysis=analysis), analysis)).text
 
 
 def test_layers_that_are_all_recomputed_are_one_method_and_a_loop():

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.emit.early import counts, known_names
-from shardwright.lower.program import Early
+from shardwright.emit.prologue import counts, known_names
+from shardwright.lower.program import PrologueValue
 from shardwright.planning import Batching
 from shardwright.verify import compile_program, verify
 from tests.emit.emitted import pipeline_texts
@@ -69,7 +69,7 @@ def test_labels_are_counted_before_the_first_microbatch_each_under_a_name_of_its
     made = compile_program(TwoLosses(), args, {}, "pp=2", 2, batching=Batching(microbatches=2))
     program = made.programs[-1]
 
-    assert list(counts(program)) == ['runtime.Count(name="count")', 'runtime.Count(name="count_1")']
+    assert list(counts(program)) == ['runtime.PrologueCount(name="count")', 'runtime.PrologueCount(name="count_1")']
     assert list(known_names(program).values()) == ["self.known.count", "self.known.count_1"]
 
 
@@ -126,18 +126,18 @@ def test_models_may_have_the_names_of_a_stage(net, plan):
 
 def test_a_count_is_said_with_the_axes_it_is_summed_over_and_how_it_is_reduced():
     early = [
-        Early(value="count@loss", source="count@loss@early"),
-        Early(value="count@loss_1", source="a", axes=("dp",)),
-        Early(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
+        PrologueValue(value="count@loss", source="count@loss@early"),
+        PrologueValue(value="count@loss_1", source="a", axes=("dp",)),
+        PrologueValue(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
     ]
     program = compile_program(
         TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, "pp=2", 2, batching=Batching(microbatches=2)
     ).programs[-1].with_(early=tuple(early))  # fmt: skip
 
     assert list(counts(program)) == [
-        'runtime.Count(name="count")',
-        'runtime.Count(name="count_1", over="dp")',
-        'runtime.Count(name="count_2", over="dp_tp", op="max")',
+        'runtime.PrologueCount(name="count")',
+        'runtime.PrologueCount(name="count_1", over="dp")',
+        'runtime.PrologueCount(name="count_2", over="dp_tp", op="max")',
     ]
     assert known_names(program) == {
         "count@loss": "self.known.count",

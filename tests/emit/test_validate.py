@@ -17,10 +17,11 @@ from shardwright.emit import emit, validate
 from shardwright.emit.calls import FUNCTIONS, LISTS
 from shardwright.emit.parse import FORMS, NAMED_ONLY
 from shardwright.errors import LoweringError
-from shardwright.lower import Program, lower, lower_pipeline
-from shardwright.plan import draw, read_request
-from shardwright.plan.pipeline import draw_pipeline
-from shardwright.runtime import comm
+from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.pipeline import build_pipeline
+from shardwright.runtime.algorithms.random import Randomness
+from shardwright.runtime.collectives import comm
 from tests.emit.mutants import survivors
 from tests.lower.test_local import Losses, program_of
 from tests.lower.test_tidy import Row
@@ -30,11 +31,11 @@ from tests.plan.graphs import facts_of, graph_of
 from tests.test_register import centred, split_on
 
 
-def programs_of(name: str, plan: str) -> tuple[Program, ...]:
-    graph, facts, request = graph_of(name, 4), facts_of(name, 4), read_request(plan)
+def programs_of(name: str, plan: str) -> tuple[LoweredProgram, ...]:
+    graph, analysis, request = graph_of(name, 4), facts_of(name, 4), parse_plan_string(plan)
     if "pp" in plan:
-        return lower_pipeline(graph, draw_pipeline(graph, request, facts, "", 2), facts).programs
-    return (lower(graph, draw(graph, request, facts), facts),)
+        return lower_pipeline(graph, build_pipeline(graph, request, analysis, "", 2), analysis).programs
+    return (lower(graph, build_plan(graph, request, analysis), analysis),)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
     program = lower(graph, split_on("centred", "n")(graph, 2))
     text = emit(program).text
     validate(program, text)
-    (call,) = re.findall(r'runtime\.own\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
+    (call,) = re.findall(r'runtime\.custom_algorithm\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
     with pytest.raises(LoweringError):
         validate(program, text.replace(call, call.replace('"n"', '"d"')))
 
@@ -262,10 +263,10 @@ def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
 
 
 def _parameters(callee: str) -> list[str]:
-    home = {"F": F, "torch": torch, "x": Tensor, "runtime": runtime, "comm": comm, "self": runtime.Stage}
+    home = {"F": F, "torch": torch, "x": Tensor, "runtime": runtime, "comm": comm, "self": runtime.Program}
     where, _, name = callee.partition(".")
     if where == "self":  # self.random.dropout
-        return [*inspect.signature(runtime.random.Randomness.dropout).parameters][1:]
+        return [*inspect.signature(Randomness.dropout).parameters][1:]
     if callee == "x.to":
         return ["dtype"]  # by its type
     function = getattr(home[where], name)
@@ -279,9 +280,9 @@ def _parameters(callee: str) -> list[str]:
 
 
 SPELLED = {"self": ("input", "self", "x", "logits", "logp"), "indices": ("input", "ids"), "axes": ("group", "rows"),
-           "p": ("p",), "pad": ("pad",), "cut": ("cut", "gather_cut"), "to_cut": ("take_cut",),
-           "to_dim": ("take_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "x": ("x",),
-           "train": ("training",),
+           "p": ("p",), "pad": ("pad",), "sharding": ("sharding", "gather_sharding"),
+           "to_sharding": ("shard_sharding",), "to_dim": ("shard_dim", "to_dim"), "dim": ("dim", "gather_dim"),
+           "op_key": ("op",), "x": ("x",), "train": ("training",),
            "split_size": ("split_size", "split_sizes"), "split_sizes": ("split_size", "split_sizes")}  # fmt: skip
 
 
@@ -369,7 +370,7 @@ def test_an_embedding_scaled_by_frequency_keeps_its_flag() -> None:
     compare(Net(), (torch.randint(0, 5, (4, 6)),), "single")
 
 
-@pytest.mark.parametrize("name", ["B", "D", "S", "M", "F", "torch", "Stage", "comm", "PIECES"])
+@pytest.mark.parametrize("name", ["B", "D", "S", "M", "F", "torch", "Stage", "comm", "PARAMETERS"])
 def test_a_model_may_be_called_as_something_in_the_file(name: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

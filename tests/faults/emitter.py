@@ -79,10 +79,15 @@ EMITTER = (
     Fault(
         "a converter cuts the first dim",
         RUNTIME,
-        "comm.{kind}({x}, {p['dim']}, {group}{extra})",
-        "comm.{kind}({x}, {0 * p.literal('dim')}, {group}{extra})",
+        "comm.{function}({x}, {p['dim']}, {group}{extra}{state})",
+        "comm.{function}({x}, {0 * p.literal('dim')}, {group}{extra}{state})",
     ),
-    Fault("classes have no cut", RUNTIME, """f"cut={p['cut']}", f"size={p['size']}"]""", """f"size={p['size']}"]"""),
+    Fault(
+        "classes have no cut",
+        RUNTIME,
+        """f"sharding={p['sharding']}", f"size={p['size']}"]""",
+        """f"size={p['size']}"]""",
+    ),
     Fault("all ranks draw the mask of one", RUNTIME, 'f", splits=[{shown}]" if splits', '"" if splits'),
     Fault(
         "running mean and variance change places",
@@ -103,7 +108,7 @@ EMITTER = (
         "embedding_rows({p['weight']}, {p['indices']}",
     ),
     Fault(
-        "a share has the size of the whole", "emit/sizes.py", "held //= self.program.mesh.axis(axis).size", "held //= 1"
+        "a share has the size of the whole", "emit/sizes.py", "rest //= self.program.mesh.axis(axis).size", "rest //= 1"
     ),
     Fault("a loop carries nothing on", LAYERS, "carried.append((at, place))", "pass"),
     Fault(
@@ -128,8 +133,8 @@ EMITTER = (
     Fault(
         "ranks draw random numbers of their own",
         FILE,
-        "if is_drawn_whole(op):",
-        "if is_drawn_whole(op) and op.no_grad:",
+        "if is_random(op):",
+        "if is_random(op) and op.no_grad:",
     ),
     Fault(
         "a unit is not gathered",
@@ -141,14 +146,14 @@ EMITTER = (
     Fault(
         "a word is bound again while its value is read",
         "emit/names.py",
-        "self.last.get(self.held[word], -1) > at",
-        "self.last.get(self.held[word], -1) > at + 9",
+        "self.last.get(self.bound[word], -1) > at",
+        "self.last.get(self.bound[word], -1) > at + 9",
     ),
-    Fault("a count is not summed over ranks", "emit/early.py", "if early.axes else []", "if not early.axes else []"),
+    Fault("a count is not summed over ranks", "emit/prologue.py", "if early.axes else []", "if not early.axes else []"),
     Fault(
         "the largest becomes a sum",
         RUNTIME,
-        """comm.reduce({x}, {group}, {p['op']})""",
-        """comm.fan_in({x}, {group})""",
+        """comm.all_reduce({x}, {group}, op={p['op']})""",
+        """comm.all_reduce({x}, {group})""",
     ),
 )

@@ -31,8 +31,12 @@ LOWER = (
     Fault(
         "a table that is split is looked up as if it were whole",
         LOCAL,
-        "    if not weight.cuts[0]:\n        return op\n",
-        "    if weight.cuts:\n        return op\n",
+        """    if not weight.shards[0]:
+        return op
+""",
+        """    if weight.shards:
+        return op
+""",
         "lower/test_collectives.py",
     ),
     Fault(
@@ -73,22 +77,22 @@ LOWER = (
     Fault(
         "outputs leave as they are made",
         PLACE,
-        "return in_time(whole(len(value.shape)), made, self.sizes)",
-        "return made",
+        "return in_time(replicated(len(value.shape)), produced, self.sizes)",
+        "return produced",
         f"{SECTION4}::test_a_bias_after_a_split_product_is_added_once_and_not_tp_times",
     ),
     Fault(
         "gradients of microbatches are not summed",
         PLACE,
-        "home.with_placement(MB, FANNED) if added_up else home",
-        "home",
+        "layout.with_placement(MB, REPLICATE) if added_up else layout",
+        "layout",
         f"{TIME}::test_a_sum_stays_a_sum_and_a_mean_a_mean",
     ),
     Fault(
         "a converter forgets its dim",
         PLACE,
-        'for key in ("dim", "cut", "to_dim", "to_cut"):',
-        'for key in ("cut", "to_dim", "to_cut"):',
+        'for key in ("dim", "sharding", "to_dim", "to_sharding"):',
+        'for key in ("sharding", "to_dim", "to_sharding"):',
         "lower/test_collectives.py",
     ),
     Fault(
@@ -136,8 +140,8 @@ LOWER = (
     Fault(
         "a crossing value is not settled",
         PLACE,
-        "return settled(made) if wanted is None else wanted",
-        "return made if wanted is None else wanted",
+        "return sendable_layout(produced) if wanted is None else wanted",
+        "return produced if wanted is None else wanted",
         "lower/test_pipeline.py::test_partial_sums_are_summed_before_they_go_to_another_mesh",
     ),
 )

@@ -9,7 +9,7 @@ def drawn(target: str) -> str:
     return f"rules/test_properties.py::test_every_split_that_the_rule_allows_gives_the_whole[{name}]"
 
 
-PRODUCTS, VIEWS, LOOKUPS, SUMS = "rules/products.py", "rules/views.py", "rules/lookups.py", "rules/reductions.py"
+PRODUCTS, VIEWS, LOOKUPS, SUMS = "rules/matmuls.py", "rules/views.py", "rules/lookups.py", "rules/reductions.py"
 WRITTEN = "rules/test_written.py"
 
 RULES = (
@@ -131,8 +131,8 @@ RULES = (
     Fault(
         "the index of a gather reads a split dim",
         LOOKUPS,
-        "name if at != dim and held == size else str(size)",
-        "name if held == size else str(size)",
+        "name if at != dim and own == size else str(size)",
+        "name if own == size else str(size)",
         WRITTEN,
     ),
     Fault(

@@ -2,23 +2,33 @@
 
 from .fault import Fault
 
-COMM, SYNC, BUCKETS, ZERO = "runtime/comm.py", "runtime/gradients.py", "runtime/buckets.py", "runtime/zero.py"
-BLOCKS, LOSSES, NORMS, PIPE = "runtime/blocks.py", "runtime/losses.py", "runtime/norms.py", "runtime/pipeline"
-GRADIENTS = "runtime/test_gradients.py"
+COMM, SYNC, BUCKETS, ZERO = (
+    "runtime/collectives/comm.py",
+    "runtime/parameters/gradient_sync.py",
+    "runtime/parameters/buckets.py",
+    "runtime/parameters/zero3.py",
+)
+BLOCKS, LOSSES, NORMS, PIPE = (
+    "runtime/collectives/blocks.py",
+    "runtime/algorithms/losses.py",
+    "runtime/algorithms/norms.py",
+    "runtime/pipeline",
+)
+GRADIENTS = "runtime/test_gradient_sync.py"
 
 RUNTIME = (
     Fault(
         "a sum that fans out is not summed backward",
         COMM,
-        "return convert(x, _nothing, partial(all_reduce, group=group))",
-        "return convert(x, _nothing, _nothing)",
+        "return reshard(x, _nothing, bind(all_reduce_no_grad, group=group))",
+        "return reshard(x, _nothing, _nothing)",
         "runtime/test_comm.py",
     ),
     Fault(
         "every rank takes the piece of the first",
         COMM,
-        "cut or _even(x, dim, group), group.size, group.index)",
-        "cut or _even(x, dim, group), group.size, 0)",
+        "sharding or _even(x, dim, group), group.size, group.index)",
+        "sharding or _even(x, dim, group), group.size, 0)",
         "runtime/test_comm.py",
     ),
     Fault(
@@ -31,8 +41,8 @@ RUNTIME = (
     Fault(
         "an exchange goes back the way it came",
         COMM,
-        "partial(_exchange, gather_dim=take_dim, take_dim=gather_dim,",
-        "partial(_exchange, gather_dim=gather_dim, take_dim=take_dim,",
+        "bind(_all_to_all, gather_dim=shard_dim, shard_dim=gather_dim,",
+        "bind(_all_to_all, gather_dim=gather_dim, shard_dim=shard_dim,",
         "runtime/test_comm.py",
     ),
     Fault(
@@ -94,8 +104,8 @@ RUNTIME = (
     Fault(
         "parameters are summed over no axis",
         SYNC,
-        "if not held.trainable or not (axes or tied):",
-        "if not held.trainable or not tied:",
+        "if not spec.trainable or not (axes or tied):",
+        "if not spec.trainable or not tied:",
         GRADIENTS,
     ),
     Fault(
@@ -136,7 +146,7 @@ RUNTIME = (
     Fault(
         "level 2 does not sum over the other axes",
         BUCKETS,
-        "nearby.all_reduce(self.row, self.others).wait()",
+        "process_group.all_reduce(self.row, self.others).wait()",
         "pass",
         GRADIENTS,
     ),
@@ -145,21 +155,21 @@ RUNTIME = (
         ZERO,
         "if gathered is not None and gathered.version != shards.version():",
         "if gathered is None and gathered:",
-        "runtime/test_zero.py",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "a share of a gradient is not added to those before",
-        "runtime/shares.py",
-        "share.to(held.true_dtype) if old is None else old.add_(share))",
-        "share.to(held.true_dtype))",
-        "runtime/test_zero.py",
+        "runtime/parameters/zero3_shards.py",
+        "share.to(spec.true_dtype) if old is None else old.add_(share))",
+        "share.to(spec.true_dtype))",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "the last gradients are not received",
         ZERO,
         "        for back in self._sent:\n            back.receive(self._leaf)",
         "        for back in self._sent[1:]:\n            back.receive(self._leaf)",
-        "runtime/test_zero.py",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "a loss counts ignored labels",
@@ -171,7 +181,7 @@ RUNTIME = (
     Fault(
         "split classes have each their own largest",
         LOSSES,
-        'top = all_reduce(top, group, "max")',
+        'top = all_reduce_no_grad(top, group, "max")',
         "pass",
         "runtime/test_losses.py",
     ),
@@ -198,43 +208,43 @@ RUNTIME = (
     ),
     Fault(
         "rows that a rank lacks are not zero",
-        "runtime/lookup.py",
+        "runtime/algorithms/lookup.py",
         ".masked_fill(~own.unsqueeze(-1), 0.0)",
         "",
         "runtime/test_lookup.py",
     ),
     Fault(
         "two products share one gradient",
-        "runtime/linears.py",
+        "runtime/algorithms/linears.py",
         "total = part if total is None else total.add_(part)",
         "total = part",
         "runtime/test_linears.py",
     ),
     Fault(
         "norms of pieces are not summed",
-        "runtime/global_norms.py",
-        "values[cut] = reduce(values[cut], groups[name])",
+        "runtime/parameters/norms.py",
+        "values[sharding] = reduce(values[sharding], groups[name])",
         "pass",
-        "runtime/test_parameters.py",
+        "runtime/test_sharded.py",
     ),
     Fault(
         "a mask is scaled twice",
-        "runtime/random.py",
+        "runtime/algorithms/random.py",
         "return 0.0 if p == 1.0 else 1.0 / (1.0 - p)",
         "return 0.0 if p == 1.0 else 1.0 / (1.0 - p) ** 2",
         "runtime/test_random.py",
     ),
     Fault(
         "shares lie one element off",
-        "runtime/packing.py",
+        "runtime/parameters/packing.py",
         "start += slot.width",
         "start += slot.width - 1",
-        "runtime/test_zero.py",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "a mean over microbatches is a sum",
         f"{PIPE}/outputs.py",
-        'return total / len(found) if out.how == "mean" else total',
+        'return total / len(values) if out.how == "mean" else total',
         "return total",
         f"{PIPE}/test_outputs.py",
     ),
@@ -250,7 +260,7 @@ RUNTIME = (
         f"{PIPE}/executor.py",
         "            arrival.wait()\n            if aside is not None:",
         "            if aside is not None:",
-        f"{PIPE}/test_loop.py",
+        f"{PIPE}/test_autograd.py",
     ),
     Fault(
         "stages keep their own gradient of a tied weight",
@@ -262,8 +272,8 @@ RUNTIME = (
     Fault(
         "boxes of a checkpoint overlap",
         "checkpoint/index.py",
-        "at >= 0 and size >= 0 and at + size <= whole",
-        "at >= 0 and size >= 0 and at <= whole",
+        "at >= 0 and size >= 0 and at + size <= full",
+        "at >= 0 and size >= 0 and at <= full",
         "checkpoint/test_index.py",
     ),
     Fault(

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.capture import capture
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 from shardwright.emit import emit
 from shardwright.errors import LoweringError
 from shardwright.ir import Graph
-from shardwright.lower import Program, lower, lower_pipeline
-from shardwright.plan import draw, read_request
-from shardwright.plan.pipeline import draw_pipeline
+from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import Analysis, analyse
 from tests.faults.emitter import EMITTER
 from tests.faults.fault import Fault
@@ -74,22 +74,22 @@ def graph_and_facts(name: str) -> tuple[Graph, Analysis]:
     """Of a model above, or of one of the zoo."""
     if name == "many":
         args = (torch.randint(0, 12, (4, 4)), torch.randn(4, 4, 8), torch.randint(0, 6, (4,)))
-        graph = capture(skeleton_of(Many()), args, {}).graph
+        graph = capture(copy_to_meta(Many()), args, {}).graph
     elif name == "largest":
-        graph = capture(skeleton_of(Largest()), (torch.randn(4, 6), torch.arange(8).view(4, 2)), {}).graph
+        graph = capture(copy_to_meta(Largest()), (torch.randn(4, 6), torch.arange(8).view(4, 2)), {}).graph
     else:
         return graph_of(name, 4), facts_of(name, 4)
     return graph, analyse(graph)
 
 
 @lru_cache
-def programs(name: str, plan: str) -> tuple[Program, ...]:
+def programs(name: str, plan: str) -> tuple[LoweredProgram, ...]:
     """What a plan makes of a model."""
-    graph, facts = graph_and_facts(name)
-    request = read_request(plan)
+    graph, analysis = graph_and_facts(name)
+    request = parse_plan_string(plan)
     if request.stages:
-        return lower_pipeline(graph, draw_pipeline(graph, request, facts, "", 2), facts).programs
-    return (lower(graph, draw(graph, request, facts), facts),)
+        return lower_pipeline(graph, build_pipeline(graph, request, analysis, "", 2), analysis).programs
+    return (lower(graph, build_plan(graph, request, analysis), analysis),)
 
 
 SPREAD = (
@@ -110,12 +110,12 @@ SPREAD = (
 def test_what_is_emitted_is_read_back(name: str, plan: str) -> None:
     for program in programs(name, plan):
         emitted = emit(program)
-        assert f"class {emitted.class_name}(Stage):" in emitted.text
+        assert f"class {emitted.class_name}(Program):" in emitted.text
 
 
 def test_the_largest_of_all_ranks_is_asked_for_by_name() -> None:
     (program,) = programs("largest", "dp=2")
-    assert 'comm.reduce(amax, self.dp, "max")' in emit(program).text
+    assert 'comm.all_reduce(amax, self.dp, op="max")' in emit(program).text
 
 
 @pytest.mark.parametrize("fault", EMITTER, ids=str)

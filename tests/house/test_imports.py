@@ -12,52 +12,50 @@ MAY_IMPORT = {
     "batch_dim": "",
     "precision": "errors",
     "layout": "errors",
-    "tie": "",
-    "conversion": "errors layout",
+    "control_flow": "",
+    "reshard": "errors layout",
     "schedule": "errors layout",
     "ir": "errors layout",
-    "rules": "errors layout conversion ir",
-    "capture": "errors batch_dim precision layout tie ir rules",
+    "rules": "errors layout reshard ir",
+    "capture": "errors batch_dim precision layout control_flow ir rules",
     "cluster": "errors layout",
-    "cost": "errors layout conversion schedule ir rules cluster",
-    "plan": "errors layout conversion schedule ir rules cluster cost",
-    "lower": "errors layout conversion schedule ir rules plan",
+    "cost": "errors layout reshard schedule ir rules cluster",
+    "plan": "errors layout reshard schedule ir rules cluster cost",
+    "lower": "errors layout reshard schedule ir rules plan",
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout schedule ir rules plan lower",
-    "runtime": "errors batch_dim layout tie schedule",
+    "runtime": "errors batch_dim layout control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors batch_dim precision layout conversion schedule ir rules capture cluster cost plan lower probe emit "
+        "errors batch_dim precision layout reshard schedule ir rules capture cluster cost plan lower probe emit "
         "runtime planning"
     ),
     "verify": (
-        "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
+        "errors precision layout reshard ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile wrapping"
     ),
     "rehearse": ("errors precision layout schedule ir rules capture plan lower probe runtime planning compile verify"),
-    "parts": "errors layout capture plan lower runtime planning compile",
+    "compiled_parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
-        "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile parts verify wrapping"
+        "errors precision layout reshard ir rules capture cluster cost plan lower probe emit runtime planning "
+        "compile compiled_parts verify wrapping"
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
-    "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
+    "report": "errors layout reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
-    "lightning": "errors runtime planning compile parts parallelize checkpoint",
+    "lightning": "errors runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
         "errors batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning compile "
         "verify rehearse parallelize checkpoint report train"
     ),
 }
-NO_TORCH = frozenset(
-    "errors batch_dim precision layout conversion schedule ir rules cluster cost plan lower emit".split()
-)
+NO_TORCH = frozenset("errors batch_dim precision layout reshard schedule ir rules cluster cost plan lower emit".split())
 
 
 def is_torch(target: str) -> bool:
@@ -142,7 +140,7 @@ def test_a_wrong_import_is_found(tmp_path, file, line):
         ("ir/graph.py", "from shardwright import layout"),
         ("probe/search.py", "import torch"),
         ("runtime/groups.py", "import torch.distributed as dist"),
-        ("lower/passes.py", "from ..conversion import steps"),
+        ("lower/passes.py", "from ..reshard import steps"),
         ("emit/text.py", "import torchless"),
     ],
 )

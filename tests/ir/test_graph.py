@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shardwright.errors import GraphError
-from shardwright.ir import Buffer, Graph, Input, Op, Output, Parameter, Slot, Source, Value, check, show
+from shardwright.ir import Buffer, Graph, Input, Op, Output, Parameter, Slot, SourceLine, Value, check, show
 
 
 def value(name: str, *shape: int, dtype: str = "float32", gradient: bool = False) -> Value:
@@ -24,7 +24,7 @@ def little() -> Graph:
     ]
     op = Op(
         name="up / linear", target="aten.linear.default", inputs=("x", "w"), outputs=("y",), module_path="up",
-        arguments=(("input", Slot(0)), ("weight", Slot(1))), source=Source(file="/home/me/train.py", line=7),
+        arguments=(("input", Slot(0)), ("weight", Slot(1))), source=SourceLine(file="/home/me/train.py", line=7),
     )  # fmt: skip
     return Graph(
         name="Net", entry="train", values={held.name: held for held in values}, inputs=(Input(value="x", path="x"),),

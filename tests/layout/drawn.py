@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from shardwright.layout import FANNED, SUMMED, WHOLE, Axis, Block, Cut, Layout, Mesh, make_cut, make_layout
+from shardwright.layout import INVARIANT, PARTIAL, REPLICATE, Axis, Block, Layout, Mesh, Shard, make_layout, make_shard
 
 few = settings(max_examples=60, deadline=None)
 
@@ -45,19 +45,19 @@ def shape_of(factors: Factors) -> tuple[int, ...]:
 def layouts(draw: Any, mesh: Mesh, factors: Factors, placements: bool = True) -> Layout:
     """A layout; the last cut of a dim may be uneven, those before it divide."""
     left = [list(dim) for dim in factors]
-    cuts: list[list[Cut]] = [[] for _ in factors]
+    cuts: list[list[Shard]] = [[] for _ in factors]
     closed: set[int] = set()
     rest = {}
     for axis in draw(st.permutations(mesh.axes)):
         kind = draw(st.sampled_from(["cut", "cut", "rest"]))
         dim = draw(st.integers(0, len(factors) - 1))
         if kind == "rest" or dim in closed:
-            rest[axis.name] = draw(st.sampled_from([WHOLE, FANNED, SUMMED])) if placements else WHOLE
+            rest[axis.name] = draw(st.sampled_from([INVARIANT, REPLICATE, PARTIAL])) if placements else INVARIANT
             continue
         at = draw(st.integers(0, len(left[dim]) - 1))
         size = left[dim][at]
         block = Block(math.prod(left[dim][:at]), size, math.prod(left[dim][at + 1 :]))
-        cuts[dim].append(make_cut(axis, [block]))
+        cuts[dim].append(make_shard(axis, [block]))
         if size % axis.size:
             closed.add(dim)
         else:
@@ -65,7 +65,7 @@ def layouts(draw: Any, mesh: Mesh, factors: Factors, placements: bool = True) ->
     return make_layout(cuts, rest)
 
 
-def taken(cut: Cut, parts: int, index: int) -> list[int]:
+def taken(cut: Shard, parts: int, index: int) -> list[int]:
     """The indices that a device keeps, found by laying the dim out as the docstring of layout.py draws it."""
     kept, at = [], 0
     for _ in range(cut.repeat):
@@ -79,7 +79,7 @@ def taken(cut: Cut, parts: int, index: int) -> list[int]:
 
 def piece(array: np.ndarray, layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> np.ndarray:
     """What a device holds of an array, cut after cut."""
-    for dim, cuts in enumerate(layout.cuts):
+    for dim, cuts in enumerate(layout.shards):
         for cut in cuts:
             assert cut.elements == array.shape[dim] or not array.shape[dim], (cut, array.shape)
             array = np.take(array, taken(cut, sizes[cut.axis], at[cut.axis]), axis=dim)

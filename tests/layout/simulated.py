@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardwright.conversion import Step
-from shardwright.layout import Cut, Layout, Mesh, Partial
+from shardwright.layout import Layout, Mesh, Partial, Shard
+from shardwright.reshard import Reshard
 from tests.layout.drawn import piece, taken
 
 Held = dict[int, np.ndarray]
@@ -35,7 +35,7 @@ def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Gene
 def assert_lies(held: Held, array: np.ndarray, layout: Layout, mesh: Mesh) -> None:
     """What the devices hold is the array in the layout."""
     partial = [name for name, placement in layout.rest if isinstance(placement, Partial)]
-    same = [name for name in mesh.names if layout.cut_of(name) is None and name not in partial]
+    same = [name for name in mesh.names if layout.shard_of(name) is None and name not in partial]
     for group in mesh.groups(same):
         for device in group[1:]:
             assert np.array_equal(held[group[0]], held[device]), f"not the same over {same} in {layout}"
@@ -45,41 +45,41 @@ def assert_lies(held: Held, array: np.ndarray, layout: Layout, mesh: Mesh) -> No
         assert np.array_equal(total, piece(array, layout, mesh.sizes, at)), f"another value in {layout}"
 
 
-def forward(steps: Sequence[Step], held: Held, mesh: Mesh) -> Held:
+def forward(steps: Sequence[Reshard], held: Held, mesh: Mesh) -> Held:
     for step in steps:
         held = _each(held, mesh, step, FORWARD[step.kind])
     return held
 
 
-def backward(steps: Sequence[Step], held: Held, mesh: Mesh) -> Held:
+def backward(steps: Sequence[Reshard], held: Held, mesh: Mesh) -> Held:
     for step in reversed(steps):
         held = _each(held, mesh, step, BACKWARD[step.kind])
     return held
 
 
-Move = Callable[[list[np.ndarray], Step], list[np.ndarray]]
+Move = Callable[[list[np.ndarray], Reshard], list[np.ndarray]]
 
 
-def _each(held: Held, mesh: Mesh, step: Step, move: Move) -> Held:
+def _each(held: Held, mesh: Mesh, step: Reshard, move: Move) -> Held:
     after: Held = {}
     for group in mesh.groups(step.axes):
         after.update(zip(group, move([held[device] for device in group], step), strict=True))
     return after
 
 
-def _nothing(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+def _nothing(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
     return arrays
 
 
-def _sum(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+def _sum(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
     return [sum(arrays)] * len(arrays)
 
 
-def _first(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+def _first(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
     return [arrays[0], *(np.zeros_like(array) for array in arrays[1:])]
 
 
-def _join(arrays: list[np.ndarray], dim: int | None, cut: Cut | None) -> np.ndarray:
+def _join(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> np.ndarray:
     assert dim is not None
     assert cut is not None
     shape = list(arrays[0].shape)
@@ -91,43 +91,43 @@ def _join(arrays: list[np.ndarray], dim: int | None, cut: Cut | None) -> np.ndar
     return whole
 
 
-def _gather(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
-    return [_join(arrays, step.dim, step.cut)] * len(arrays)
+def _gather(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
+    return [_join(arrays, step.dim, step.sharding)] * len(arrays)
 
 
-def _cut(arrays: list[np.ndarray], dim: int | None, cut: Cut | None) -> list[np.ndarray]:
+def _cut(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> list[np.ndarray]:
     assert cut is not None
     return [np.take(array, taken(cut, len(arrays), index), axis=dim) for index, array in enumerate(arrays)]
 
 
-def _take(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
-    return _cut(arrays, step.dim, step.cut)
+def _take(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
+    return _cut(arrays, step.dim, step.sharding)
 
 
-def _sum_take(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+def _sum_take(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
     return _take(_sum(arrays, step), step)
 
 
-def _pad(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+def _pad(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
     zeros = [np.zeros_like(array) for array in arrays]
-    return [_join([*zeros[:at], array, *zeros[at + 1 :]], step.dim, step.cut) for at, array in enumerate(arrays)]
+    return [_join([*zeros[:at], array, *zeros[at + 1 :]], step.dim, step.sharding) for at, array in enumerate(arrays)]
 
 
-def _exchange(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
-    return _cut(_gather(arrays, step), step.to_dim, step.to_cut)
+def _exchange(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
+    return _cut(_gather(arrays, step), step.to_dim, step.to_sharding)
 
 
-def _exchange_back(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
-    return _cut([_join(arrays, step.to_dim, step.to_cut)] * len(arrays), step.dim, step.cut)
+def _exchange_back(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
+    return _cut([_join(arrays, step.to_dim, step.to_sharding)] * len(arrays), step.dim, step.sharding)
 
 
 FORWARD: dict[str, Move] = {
-    "fan_in": _sum, "fan_out": _nothing, "fan_in_out": _sum, "gather": _gather, "gather_sum": _gather, "take": _take,
-    "take_pad": _take, "reduce_scatter": _sum_take, "pad": _pad, "exchange": _exchange, "on_first": _first,
-    "gradient_on_first": _nothing,
+    "all_reduce": _sum, "replicate": _nothing, "all_reduce_to_r": _sum, "all_gather": _gather,
+    "all_gather_to_r": _gather, "shard": _take, "shard_from_r": _take, "reduce_scatter": _sum_take,
+    "zero_pad": _pad, "all_to_all": _exchange, "partial": _first, "invariant": _nothing,
 }  # fmt: skip
 BACKWARD: dict[str, Move] = {
-    "fan_in": _nothing, "fan_out": _sum, "fan_in_out": _sum, "gather": _take, "gather_sum": _sum_take,
-    "take": _gather, "take_pad": _pad, "reduce_scatter": _gather, "pad": _take, "exchange": _exchange_back,
-    "on_first": _nothing, "gradient_on_first": _first,
+    "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "all_gather": _take,
+    "all_gather_to_r": _sum_take, "shard": _gather, "shard_from_r": _pad, "reduce_scatter": _gather,
+    "zero_pad": _take, "all_to_all": _exchange_back, "partial": _nothing, "invariant": _first,
 }  # fmt: skip

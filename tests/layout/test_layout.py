@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 
 from shardwright.errors import LayoutError
 from shardwright.layout import (
-    FANNED,
-    SUMMED,
-    WHOLE,
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
     Axis,
     Block,
-    Cut,
     Layout,
     Mesh,
     Partial,
-    join_cuts,
-    make_cut,
+    Shard,
+    chunk_bounds,
+    contiguous_shard,
+    join_shards,
+    local_region,
     make_layout,
-    piece_of,
-    plain_cut,
-    share,
-    whole,
+    make_shard,
+    replicated,
 )
 from tests.layout.drawn import factored, few, layouts, mesh_of, meshes, numbered, shape_of, taken
 from tests.layout.drawn import piece as held
@@ -51,21 +51,21 @@ def axis(size: int, name: str = "tp") -> Axis:
 def test_a_share_is_what_torch_chunk_gives_and_empty_where_chunk_gives_nothing(size, parts):
     chunks = [part.tolist() for part in torch.arange(size).chunk(parts)] if size else []
 
-    shares = [share(size, parts, index) for index in range(parts)]
+    shares = [chunk_bounds(size, parts, index) for index in range(parts)]
 
     assert [list(range(start, start + length)) for start, length in shares if length] == chunks
     assert all(length == 0 for _, length in shares[len(chunks) :])
 
 
 def test_five_units_on_four_devices_leave_the_last_one_empty():
-    assert [share(5, 4, index)[1] for index in range(4)] == [2, 2, 1, 0]
+    assert [chunk_bounds(5, 4, index)[1] for index in range(4)] == [2, 2, 1, 0]
 
 
 @few
 @given(st.lists(blocks, min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 5), st.data())
 def test_spans_and_local_size_are_those_of_the_index_array(row, repeat, parts, data):
     index = data.draw(st.integers(0, parts - 1))
-    cut = Cut(axis="tp", blocks=tuple(row), repeat=repeat)
+    cut = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
     spans = cut.spans(parts, index)
 
@@ -77,7 +77,7 @@ def test_spans_and_local_size_are_those_of_the_index_array(row, repeat, parts, d
 @few
 @given(st.lists(blocks, min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 5))
 def test_a_cut_gives_every_element_to_exactly_one_device(row, repeat, parts):
-    cut = Cut(axis="tp", blocks=tuple(row), repeat=repeat)
+    cut = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
     everything = [at for index in range(parts) for at in taken(cut, parts, index)]
 
@@ -88,11 +88,11 @@ def test_a_cut_gives_every_element_to_exactly_one_device(row, repeat, parts):
 @few
 @given(st.lists(blocks, min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 5))
 def test_the_canonical_form_cuts_the_same_and_is_its_own_canonical_form(row, repeat, parts):
-    made = make_cut(axis(parts), row, repeat)
-    loose = Cut(axis="tp", blocks=tuple(row), repeat=repeat)
+    made = make_shard(axis(parts), row, repeat)
+    loose = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
     assert [made.spans(parts, at) for at in range(parts)] == [loose.spans(parts, at) for at in range(parts)]
-    assert make_cut(axis(parts), made.blocks, made.repeat) == made
+    assert make_shard(axis(parts), made.blocks, made.repeat) == made
 
 
 @few
@@ -100,28 +100,28 @@ def test_the_canonical_form_cuts_the_same_and_is_its_own_canonical_form(row, rep
 def test_even_cuts_that_take_the_same_elements_are_equal(outer, size, inner, parts):
     """8 units of 3, or 2 units of 12: cut in two they are one thing and compare equal."""
     size *= parts
-    by_elements = make_cut(axis(parts), [Block(outer, parts, size // parts * inner)])
+    by_elements = make_shard(axis(parts), [Block(outer, parts, size // parts * inner)])
 
-    assert make_cut(axis(parts), [Block(outer, size, inner)]) == by_elements
-    assert make_cut(axis(parts), [Block(1, size, inner)], repeat=outer) == by_elements
+    assert make_shard(axis(parts), [Block(outer, size, inner)]) == by_elements
+    assert make_shard(axis(parts), [Block(1, size, inner)], repeat=outer) == by_elements
 
 
 def test_heads_of_a_fused_weight_are_three_runs_of_rows():
     """(3 h e) with h=4, e=2: rank 1 has the last two heads of each section."""
-    cut = make_cut(axis(2), [Block(3, 4, 2)])
+    cut = make_shard(axis(2), [Block(3, 4, 2)])
 
     assert cut.spans(2, 1) == [(4, 4), (12, 4), (20, 4)]
     assert not cut.simple(2)
-    assert plain_cut(axis(2), 24).simple(2)
+    assert contiguous_shard(axis(2), 24).simple(2)
 
 
 def test_sections_of_different_width_are_each_cut():
     """4 heads of queries, 2 of keys, 2 of values: every device gets its share of each."""
-    cut = make_cut(axis(2), [Block(1, 4, 1), Block(1, 2, 1), Block(1, 2, 1)])
+    cut = make_shard(axis(2), [Block(1, 4, 1), Block(1, 2, 1), Block(1, 2, 1)])
 
     assert cut.spans(2, 0) == [(0, 2), (4, 1), (6, 1)]
     assert cut.even(2)
-    assert not make_cut(axis(2), [Block(1, 4, 1), Block(1, 3, 1)]).even(2)
+    assert not make_shard(axis(2), [Block(1, 4, 1), Block(1, 3, 1)]).even(2)
 
 
 # Order on one dim.
@@ -135,16 +135,16 @@ def test_cuts_that_go_on_where_others_stop_are_one_cut_over_all_their_axes(sizes
     left = math.prod(sizes) * unit
     cuts = []
     for axis in axes:
-        cuts.append(make_cut(axis, [Block(outer, left, inner)]))
+        cuts.append(make_shard(axis, [Block(outer, left, inner)]))
         left //= axis.size
     shape = (cuts[0].elements,)
 
-    joined = join_cuts(cuts, mesh.sizes)
+    joined = join_shards(cuts, mesh.sizes)
 
     assert joined is not None
-    layout = Layout(cuts=(tuple(cuts),))
+    layout = Layout(shards=(tuple(cuts),))
     for rank in range(mesh.size):
-        assert piece_of(layout, shape, mesh.sizes, mesh.coordinates(rank)).spans[0] == tuple(
+        assert local_region(layout, shape, mesh.sizes, mesh.coordinates(rank)).spans[0] == tuple(
             joined.spans(mesh.size, rank)
         )
 
@@ -153,10 +153,10 @@ def test_cuts_of_two_factors_or_of_uneven_shares_are_not_one_cut():
     a, b = Axis(name="a", size=2), Axis(name="b", size=2)
     sizes = {"a": 2, "b": 2}
 
-    assert join_cuts([make_cut(a, [Block(1, 4, 8)]), make_cut(b, [Block(2, 8, 1)])], sizes) is None, "h, then e"
-    assert join_cuts([make_cut(a, [Block(1, 6, 8)]), make_cut(b, [Block(1, 3, 8)])], sizes) is None, "2, 1, 2, 1"
+    assert join_shards([make_shard(a, [Block(1, 4, 8)]), make_shard(b, [Block(2, 8, 1)])], sizes) is None, "h, then e"
+    assert join_shards([make_shard(a, [Block(1, 6, 8)]), make_shard(b, [Block(1, 3, 8)])], sizes) is None, "2, 1, 2, 1"
     fused = [Block(1, 4, 8), Block(1, 2, 8)]
-    assert join_cuts([make_cut(a, fused), make_cut(b, [Block(1, 8, 3)])], sizes) is None, "sections, then none"
+    assert join_shards([make_shard(a, fused), make_shard(b, [Block(1, 8, 3)])], sizes) is None, "sections, then none"
 
 
 def test_storage_axes_are_minor_to_compute_axes():
@@ -165,8 +165,8 @@ def test_storage_axes_are_minor_to_compute_axes():
     With dp major it would leave rows 0, 1, 4, 5.
     """
     sizes, tp, dp = {"dp": 2, "tp": 2}, axis(2), axis(2, "dp")
-    right = make_layout([[plain_cut(tp, 8), plain_cut(dp, 4)]])
-    wrong = make_layout([[plain_cut(dp, 8), plain_cut(tp, 4)]])
+    right = make_layout([[contiguous_shard(tp, 8), contiguous_shard(dp, 4)]])
+    wrong = make_layout([[contiguous_shard(dp, 8), contiguous_shard(tp, 4)]])
 
     def rows_of_tp_rank_0(layout: Layout) -> list[int]:
         return [int(i) for d in range(2) for i in held(numbered((8,)), layout, sizes, {"tp": 0, "dp": d})]
@@ -174,7 +174,7 @@ def test_storage_axes_are_minor_to_compute_axes():
     assert rows_of_tp_rank_0(right) == [0, 1, 2, 3]
     assert rows_of_tp_rank_0(wrong) == [0, 1, 4, 5]
     for layout, rows in ((right, [[0, 1], [2, 3]]), (wrong, [[0, 1], [4, 5]])):
-        pieces = [piece_of(layout, (8,), sizes, {"tp": 0, "dp": d}) for d in range(2)]
+        pieces = [local_region(layout, (8,), sizes, {"tp": 0, "dp": d}) for d in range(2)]
         assert [[i for a, n in p.spans[0] for i in range(a, a + n)] for p in pieces] == rows
 
 
@@ -195,7 +195,7 @@ def test_pieces_cover_every_element_once_over_all_ranks(case):
     counts = np.zeros(shape, dtype=int)
 
     for device in mesh.devices:
-        piece = piece_of(layout, shape, mesh.sizes, mesh.coordinates(device))
+        piece = local_region(layout, shape, mesh.sizes, mesh.coordinates(device))
         for offset, _, sizes in piece.boxes:
             counts[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))] += 1
 
@@ -211,7 +211,7 @@ def test_boxes_put_every_element_where_cutting_one_after_the_other_puts_it(case)
 
     for device in mesh.devices:
         at = mesh.coordinates(device)
-        piece = piece_of(layout, shape, mesh.sizes, at)
+        piece = local_region(layout, shape, mesh.sizes, at)
         local = np.full(piece.local_shape, -1)
         for offset, place, sizes in piece.boxes:
             there = tuple(slice(p, p + s) for p, s in zip(place, sizes, strict=True))
@@ -226,50 +226,50 @@ def test_the_local_shape_is_that_of_the_piece(case):
     for device in mesh.devices:
         at = mesh.coordinates(device)
         expected = held(numbered(shape), layout, mesh.sizes, at).shape
-        assert piece_of(layout, shape, mesh.sizes, at).local_shape == expected
+        assert local_region(layout, shape, mesh.sizes, at).local_shape == expected
         assert layout.local_shape(shape, mesh.sizes, at) == expected
 
 
 def test_a_device_beyond_the_units_holds_an_empty_piece_without_boxes():
-    piece = piece_of(make_layout([[plain_cut(axis(4), 5)], []]), (5, 3), {"tp": 4}, {"tp": 3})
+    piece = local_region(make_layout([[contiguous_shard(axis(4), 5)], []]), (5, 3), {"tp": 4}, {"tp": 3})
 
     assert (piece.local_shape, piece.boxes) == ((0, 3), ())
 
 
 def test_a_cut_that_counts_other_elements_than_the_dim_has_is_refused_with_both_numbers():
     with pytest.raises(LayoutError, match=r"8 elements over tp meets a dim of 6"):
-        make_layout([[plain_cut(axis(2), 8)]]).local_shape((6,), {"tp": 2}, {"tp": 0})
+        make_layout([[contiguous_shard(axis(2), 8)]]).local_shape((6,), {"tp": 2}, {"tp": 0})
 
 
 # Layouts and meshes.
 
 
 def test_layouts_that_say_the_same_are_equal_and_hash_alike():
-    one = make_layout([[], []], {"tp": WHOLE, "dp": FANNED})
-    two = make_layout([[], []], {"dp": FANNED})
+    one = make_layout([[], []], {"tp": INVARIANT, "dp": REPLICATE})
+    two = make_layout([[], []], {"dp": REPLICATE})
 
     assert one == two
     assert hash(one) == hash(two)
-    assert one.placement("tp") == WHOLE
+    assert one.placement("tp") == INVARIANT
     assert one.axes == {"dp"}
 
 
 def test_the_gradient_of_a_fanned_value_is_a_sum_and_of_a_partial_one_whole():
-    layout = make_layout([[plain_cut(axis(2), 4)]], {"dp": FANNED, "ep": SUMMED})
+    layout = make_layout([[contiguous_shard(axis(2), 4)]], {"dp": REPLICATE, "ep": PARTIAL})
 
     gradient = layout.gradient()
 
-    assert gradient.cuts == layout.cuts
-    assert dict(gradient.rest) == {"dp": SUMMED}
+    assert gradient.shards == layout.shards
+    assert dict(gradient.rest) == {"dp": PARTIAL}
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: make_layout([[plain_cut(axis(2), 4)], [plain_cut(axis(2), 4)]]),
-        lambda: make_layout([[plain_cut(axis(2), 4)]], {"tp": SUMMED}),
-        lambda: Layout(cuts=((),), rest=(("tp", WHOLE),)),
-        lambda: Layout(cuts=((),), rest=(("tp", SUMMED), ("dp", SUMMED))),
+        lambda: make_layout([[contiguous_shard(axis(2), 4)], [contiguous_shard(axis(2), 4)]]),
+        lambda: make_layout([[contiguous_shard(axis(2), 4)]], {"tp": PARTIAL}),
+        lambda: Layout(shards=((),), rest=(("tp", INVARIANT),)),
+        lambda: Layout(shards=((),), rest=(("tp", PARTIAL), ("dp", PARTIAL))),
     ],
 )
 def test_an_axis_is_used_once_and_the_rest_is_canonical(wrong):
@@ -278,10 +278,10 @@ def test_an_axis_is_used_once_and_the_rest_is_canonical(wrong):
 
 
 def test_a_layout_prints_its_axes_dim_by_dim():
-    layout = make_layout([[plain_cut(axis(2), 4)], []], {"dp": FANNED, "ep": Partial("max")})
+    layout = make_layout([[contiguous_shard(axis(2), 4)], []], {"dp": REPLICATE, "ep": Partial("max")})
 
-    assert str(layout) == "[tp, .] (dp: fanned, ep: partial max)"
-    assert str(whole(2)) == "[., .]"
+    assert str(layout) == "[tp, .] (dp: replicate, ep: partial max)"
+    assert str(replicated(2)) == "[., .]"
 
 
 @few
@@ -316,7 +316,7 @@ def test_a_mesh_that_makes_no_sense_is_refused(wrong, why):
 
 
 def test_a_layout_takes_no_hash_along_to_another_process():
-    layout = make_layout([[plain_cut(axis(2), 4)], []], {"dp": FANNED})
+    layout = make_layout([[contiguous_shard(axis(2), 4)], []], {"dp": REPLICATE})
     sent = pickle.dumps(layout)
     assert b"_hash" not in sent
     found = pickle.loads(sent)

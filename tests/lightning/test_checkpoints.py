@@ -30,8 +30,8 @@ def test_a_run_goes_on_under_another_plan(pools, saved, name, plan):
 
 
 def test_a_checkpoint_of_weights_has_no_optimizer(saved):
-    assert open_checkpoint(saved / "weights.ckpt").said["optimizers"] == []
-    assert open_checkpoint(saved / "last.ckpt").said["optimizers"] != []
+    assert open_checkpoint(saved / "weights.ckpt").state["optimizers"] == []
+    assert open_checkpoint(saved / "last.ckpt").state["optimizers"] != []
 
 
 def test_a_run_goes_on_with_fewer_ranks_and_its_module_computes(saved):

@@ -23,7 +23,9 @@ def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
         same(found, alone)
 
 
-@pytest.mark.parametrize(("plan", "inputs", "batch"), [("dp=2", "rows", 4), ("tp=2", "rows", 8), ("tp=2", "gather", 4)])
+@pytest.mark.parametrize(
+    ("plan", "inputs", "batch"), [("dp=2", "per_replica", 4), ("tp=2", "per_replica", 8), ("tp=2", "per_rank", 4)]
+)
 def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
     """Lightning's sampler shuffles and deals them out; what is logged is of the global batch all the same."""
     expected = single(Net, shuffled=True)
@@ -62,7 +64,7 @@ def test_optimizers_that_are_stepped_by_hand(pools, plan):
 
 def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
     expected, _ = single(Pair, shuffled=True)
-    for parameters, _ in pools[2].run(fit, "Pair", "dp=2", 2, {"inputs": "rows", "batch": 4}):
+    for parameters, _ in pools[2].run(fit, "Pair", "dp=2", 2, {"inputs": "per_replica", "batch": 4}):
         assert apart(parameters, expected) < 1e-10
 
 

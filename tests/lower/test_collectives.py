@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout import Block
-from shardwright.lower import Program, converter_of, lower
+from shardwright.lower import LoweredProgram, lower, reshard_kind
 from shardwright.lower.overlap import awaited_later, count_early
 from shardwright.lower.tidy import fold_mean
-from shardwright.plan import draw, read_request
+from shardwright.plan import build_plan, parse_plan_string
 from tests.plan.graphs import facts_of, graph_of
 
 
-def program_of(text: str, name: str = "gpt") -> Program:
-    graph, facts = graph_of(name), facts_of(name)
-    return lower(graph, draw(graph, read_request(text), facts), facts)
+def program_of(text: str, name: str = "gpt") -> LoweredProgram:
+    graph, analysis = graph_of(name), facts_of(name)
+    return lower(graph, build_plan(graph, parse_plan_string(text), analysis), analysis)
 
 
-def converters(program: Program, inside: str = "") -> Counter:
+def converters(program: LoweredProgram, inside: str = "") -> Counter:
     """How many converters of each kind there are in a module and what it holds."""
-    kinds = (converter_of(op) for op in program.body if op.module_path.startswith(inside))
+    kinds = (reshard_kind(op) for op in program.body if op.module_path.startswith(inside))
     return Counter(kind for kind in kinds if kind is not None)
 
 
@@ -37,30 +37,30 @@ def converters(program: Program, inside: str = "") -> Counter:
     ],
 )
 def test_tensor_parallel_blocks_sum_twice_forward_and_twice_backward_and_gather_nothing(name, block):
-    assert converters(program_of("tp=2", name), block) == {"fan_in": 2, "fan_out": 2}
+    assert converters(program_of("tp=2", name), block) == {"all_reduce": 2, "replicate": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "block", "text", "inside"),
     [
         ("hf_llama", "model.layers.1", "tp=4", {}),  # two heads of keys
-        ("gqa_fused", "blocks.1", "tp=4", {"take_pad": 3}),  # q, k and v come whole in a group; nothing is sent
-        ("gpt", "blocks.1", "tp=8", {"take_pad": 1}),  # four heads, each of a pair
+        ("gqa_fused", "blocks.1", "tp=4", {"shard_from_r": 3}),  # q, k and v come whole in a group; nothing is sent
+        ("gpt", "blocks.1", "tp=8", {"shard_from_r": 1}),  # four heads, each of a pair
     ],
 )
 def test_an_axis_that_is_two_sums_over_both_at_once_and_no_more_than_one_axis(name, block, text, inside):
     program = program_of(text, name)
 
-    assert converters(program, block) == {"fan_in": 2, "fan_out": 2, **inside}
-    sums = [op.argument("axes") for op in program.body if converter_of(op) in ("fan_in", "fan_out")]
+    assert converters(program, block) == {"all_reduce": 2, "replicate": 2, **inside}
+    sums = [op.argument("axes") for op in program.body if reshard_kind(op) in ("all_reduce", "replicate")]
     assert set(sums) == {("tp0", "tp1")}
 
 
 def test_a_sequence_that_two_axes_cut_is_gathered_and_scattered_over_both_at_once():
     program = program_of("sp=4", "hf_llama")
 
-    assert converters(program, "model.layers.1") == {"gather_sum": 2, "reduce_scatter": 2}
-    talks = [op for op in program.body if converter_of(op) is not None]
+    assert converters(program, "model.layers.1") == {"all_gather_to_r": 2, "reduce_scatter": 2}
+    talks = [op for op in program.body if reshard_kind(op) is not None]
     assert {op.argument("axes") for op in talks} == {("tp0", "tp1")}
 
 
@@ -70,23 +70,23 @@ def test_classes_and_tables_that_two_axes_cut_are_those_of_one_axis():
     (table,) = (op for op in program.body if op.target == "runtime.embedding_rows")
 
     assert loss.argument("classes") == table.argument("axes") == ("tp0", "tp1")
-    assert loss.argument("cut").blocks == table.argument("cut").blocks == (Block(1, 4, 16),)
+    assert loss.argument("sharding").blocks == table.argument("sharding").blocks == (Block(1, 4, 16),)
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2"])
 def test_sequence_parallel_blocks_scatter_and_gather_in_their_place(name):
     block = "blocks.1" if name == "gpt" else "transformer.h.1"
 
-    assert converters(program_of("sp=2", name), block) == {"reduce_scatter": 2, "gather_sum": 2}
+    assert converters(program_of("sp=2", name), block) == {"reduce_scatter": 2, "all_gather_to_r": 2}
 
 
 def test_data_parallel_talks_about_the_loss_only():
     program = program_of("dp=2")
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
 
-    assert converters(program) == {"take": 2, "fan_in": 1}
+    assert converters(program) == {"shard": 2, "all_reduce": 1}
     (count,) = (op for op in program.body if op.target == "runtime.begin_count")
-    (total,) = (op for op in program.body if op.target == "comm.fan_in")
+    (total,) = (op for op in program.body if op.target == "comm.all_reduce")
     assert (count.argument("rows"), loss.inputs[-1]) == (("dp",), count.outputs[0])
     assert total.argument("later")
     assert program.values[total.outputs[0]].shape == ()
@@ -96,7 +96,7 @@ def test_labels_are_cut_and_counted_before_anything_else():
     body = program_of("dp=2").body
     at = next(number for number, op in enumerate(body) if op.target == "runtime.begin_count")
 
-    assert {op.target for op in body[:at]} == {"comm.take", "aten.reshape.default"}
+    assert {op.target for op in body[:at]} == {"comm.shard", "aten.reshape.default"}
 
 
 def test_labels_that_the_model_computes_are_counted_with_their_loss():
@@ -105,7 +105,7 @@ def test_labels_that_the_model_computes_are_counted_with_their_loss():
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
     plain = replace(loss, inputs=loss.inputs[:-1]).with_arguments(count=None)
     learned = replace(
-        next(op for op in program.body if op.outputs == count.inputs), inputs=(program.holdings[0].value,)
+        next(op for op in program.body if op.outputs == count.inputs), inputs=(program.parameters[0].value,)
     )
     body = tuple({loss.name: plain, learned.name: learned}.get(op.name, op) for op in program.body if op is not count)
 
@@ -114,7 +114,7 @@ def test_labels_that_the_model_computes_are_counted_with_their_loss():
 
 def test_a_loss_that_an_op_reads_is_not_awaited_later():
     program = program_of("dp=2")
-    (total,) = (op for op in program.body if op.target == "comm.fan_in")
+    (total,) = (op for op in program.body if op.target == "comm.all_reduce")
     reader = replace(total, name="reader", target="aten.neg.default", inputs=total.outputs, outputs=("negative",))
     body = tuple(total.with_arguments(later=None) if op is total else op for op in program.body)
 
@@ -137,7 +137,7 @@ def test_a_mean_that_nobody_counted_early_is_summed_with_its_count():
 def test_two_axes_do_both():
     kinds = converters(program_of("dp=2,tp=2"), "blocks.1")
 
-    assert kinds == {"fan_in": 2, "fan_out": 2}
+    assert kinds == {"all_reduce": 2, "replicate": 2}
 
 
 def test_a_bias_waits_for_the_sum():
@@ -146,7 +146,7 @@ def test_a_bias_waits_for_the_sum():
     after = [op.target for op in program.body if op.module_path == "blocks.0.attn.proj"]
 
     assert len(proj.inputs) == 2, "the bias is not added where the sum is partial"
-    assert after == ["aten.linear.default", "comm.fan_in", "aten.add.Tensor"]
+    assert after == ["aten.linear.default", "comm.all_reduce", "aten.add.Tensor"]
 
 
 def test_a_bias_of_whole_rows_is_one_call_again():
@@ -158,13 +158,13 @@ def test_a_bias_of_whole_rows_is_one_call_again():
 def test_a_parameter_gradient_is_not_converted_per_use_but_summed_once_a_step():
     program = program_of("dp=2")
 
-    held = {holding.value for holding in program.holdings}
+    held = {holding.value for holding in program.parameters}
     assert not [op for op in program.body if op.target.startswith("comm.") and op.inputs[0] in held]
-    assert all(str(holding.layout.placement("dp")) == "fanned" for holding in program.holdings)
+    assert all(str(holding.layout.placement("dp")) == "replicate" for holding in program.parameters)
 
 
 def test_a_regularizer_on_the_weights_becomes_a_gradient_on_one_rank():
     program = program_of("dp=2", "regularized")
 
-    on_first = [op for op in program.body if op.target == "comm.gradient_on_first"]
-    assert {op.inputs[0] for op in on_first} == {h.value for h in program.holdings if h.key.endswith("weight")}
+    on_first = [op for op in program.body if op.target == "comm.invariant"]
+    assert {op.inputs[0] for op in on_first} == {h.value for h in program.parameters if h.key.endswith("weight")}

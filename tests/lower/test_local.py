@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from shardwright.capture import capture
 from shardwright.errors import LoweringError
 from shardwright.ir import Op
-from shardwright.layout import Block, Cut
-from shardwright.lower import Program, Size, lower
+from shardwright.layout import Block, Shard
+from shardwright.lower import LoweredProgram, Size, lower
 from shardwright.lower.local import one_cut
-from shardwright.plan import draw, read_request
+from shardwright.plan import build_plan, parse_plan_string
 from shardwright.rules import analyse
 from tests.parity.threaded import compare
 
@@ -32,13 +32,13 @@ class Halves(nn.Module):
         return self.down(gated + one * two[..., :].exp()).square().sum()
 
 
-def program_of(module: nn.Module, args: tuple[Tensor, ...], plan: str) -> Program:
+def program_of(module: nn.Module, args: tuple[Tensor, ...], plan: str) -> LoweredProgram:
     graph = capture(module, args, {}).graph
-    facts = analyse(graph)
-    return lower(graph, draw(graph, read_request(plan), facts), facts)
+    analysis = analyse(graph)
+    return lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)
 
 
-def first(program: Program, target: str) -> list[Op]:
+def first(program: LoweredProgram, target: str) -> list[Op]:
     return [op for op in program.body if op.target == target]
 
 
@@ -146,6 +146,6 @@ def test_a_loss_stays_torchs_own_where_nothing_is_counted_over_ranks(reduction: 
 
 def test_cuts_that_are_not_one_after_the_other_are_refused_with_a_remedy() -> None:
     program = program_of(Sections(), (torch.randn(4, 7),), "dp=2,tp=2")
-    cuts = [Cut(axis="dp", blocks=(Block(2, 4, 3),)), Cut(axis="tp", blocks=(Block(1, 5, 1),))]
+    cuts = [Shard(axis="dp", blocks=(Block(2, 4, 3),)), Shard(axis="tp", blocks=(Block(1, 5, 1),))]
     with pytest.raises(LoweringError, match="split them on one axis"):
         one_cut(program, program.body[0], "classes", cuts)

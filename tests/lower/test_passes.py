@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
 from shardwright.ir import Op, Value
-from shardwright.layout import FANNED, WHOLE, Block, Cut, make_layout, whole
+from shardwright.layout import INVARIANT, REPLICATE, Block, Shard, make_layout, replicated
 from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import flat, sizes_of
 from shardwright.lower.tidy import fuse
-from shardwright.plan import draw, read_request
+from shardwright.plan import build_plan, parse_plan_string
 from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
 from tests.lower.test_collectives import program_of
@@ -27,17 +27,20 @@ from tests.plan.graphs import facts_of, graph_of
 
 def passes_of(text: str) -> list:
     """(name, program after it) of every pass, the placing first."""
-    graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
-    plan = draw(graph, read_request(text), facts)
-    lower(graph, plan, facts, show=lambda name, program: shown.append((name, program)))
+    graph, analysis, shown = graph_of("gpt"), facts_of("gpt"), []
+    plan = build_plan(graph, parse_plan_string(text), analysis)
+    lower(graph, plan, analysis, show=lambda name, program: shown.append((name, program)))
     return shown
 
 
 def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
-    graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
+    graph, analysis, shown = graph_of("gpt"), facts_of("gpt"), []
 
     lower(
-        graph, draw(graph, read_request("tp=2"), facts), facts, show=lambda name, program: shown.append((name, program))
+        graph,
+        build_plan(graph, parse_plan_string("tp=2"), analysis),
+        analysis,
+        show=lambda name, program: shown.append((name, program)),
     )
 
     assert [name for name, _ in shown[1:]] == [name for name, _ in PASSES]
@@ -45,7 +48,7 @@ def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
 
 
 def test_a_plan_for_another_graph_is_refused_before_anything_is_lowered():
-    plan = draw(graph_of("gpt"), read_request("tp=2"), facts_of("gpt"))
+    plan = build_plan(graph_of("gpt"), parse_plan_string("tp=2"), facts_of("gpt"))
 
     with pytest.raises(PlanError, match="another graph"):
         lower(graph_of("rotary"), plan, facts_of("rotary"))
@@ -78,7 +81,7 @@ def test_all_faults_are_named_at_once():
 
 def test_a_cut_that_does_not_fit_its_shape_is_found():
     program = program_of("tp=2")
-    name, layout = next((n, held) for n, held in program.layouts.items() if held.cut_of("tp") and n in _made(program))
+    name, layout = next((n, held) for n, held in program.layouts.items() if held.shard_of("tp") and n in _made(program))
     value = dataclasses.replace(program.values[name], shape=tuple(size + 1 for size in program.values[name].shape))
 
     with pytest.raises(LoweringError, match=r"a cut of \d+ elements over tp meets a dim of \d+"):
@@ -89,15 +92,15 @@ def test_a_cut_that_does_not_fit_its_shape_is_found():
 def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
     """The converter before the second half of a block is taken out."""
     shown = {}
-    graph, facts = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), facts_of("gpt")
     lower(
         graph,
-        draw(graph, read_request("tp=2"), facts),
-        facts,
+        build_plan(graph, parse_plan_string("tp=2"), analysis),
+        analysis,
         show=lambda name, program: shown.setdefault(name, program),
     )
-    placed = shown["place: layouts and converters"]
-    at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.fan_in")
+    placed = shown["place: layouts and reshards"]
+    at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.all_reduce")
     body = [
         dataclasses.replace(held, inputs=tuple(op.inputs[0] if n == op.outputs[0] else n for n in held.inputs))
         for held in (*placed.body[:at], *placed.body[at + 1 :])
@@ -144,7 +147,7 @@ def test_positions_are_made_whole_once_and_cut_where_they_are_used():
     program = program_of("sp=2")
     (arange,) = (op for op in program.constants if "arange" in op.target)
 
-    assert program.layouts[arange.outputs[0]] == whole(1)
+    assert program.layouts[arange.outputs[0]] == replicated(1)
     assert arange.argument("end") == 12, "all places, not this rank's"
     assert not any("arange" in op.target for op in program.body)
 
@@ -171,20 +174,27 @@ def test_a_mean_of_what_is_whole_stays_a_mean():
 
 
 def test_fixed_homes_are_kept_for_the_entries_after_the_first():
-    graph, facts = graph_of("gpt"), facts_of("gpt")
-    homes = {held.key: held.layout for held in program_of("tp=2").holdings}
+    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    storage_options = {held.key: held.layout for held in program_of("tp=2").parameters}
 
-    again = lower(graph, draw(graph, read_request("tp=2"), facts), facts, homes=homes)
-    other = lower(graph, draw(graph, read_request("tp=2"), facts), facts, homes={"wte.weight": whole(2)})
+    again = lower(
+        graph, build_plan(graph, parse_plan_string("tp=2"), analysis), analysis, storage_options=storage_options
+    )
+    other = lower(
+        graph,
+        build_plan(graph, parse_plan_string("tp=2"), analysis),
+        analysis,
+        storage_options={"wte.weight": replicated(2)},
+    )
 
-    assert {held.key: held.layout for held in again.holdings} == homes
-    assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
+    assert {held.key: held.layout for held in again.parameters} == storage_options
+    assert next(held.layout for held in other.parameters if held.key == "wte.weight") == replicated(2)
 
 
 def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
     """A program with a value of 8 elements, cut by the axes of `blocks`, that is gathered over one after the other."""
     program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
-    left = [Cut(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
+    left = [Shard(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
     values, layouts = dict(program.values), dict(program.layouts)
     body = []
     for number, axis in enumerate(["", *axes_in_turn]):
@@ -195,7 +205,7 @@ def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
             left.remove(cut)
             arguments = (("axes", (axis,)), ("dim", 0), ("cut", cut))
             given = f"v{number - 1}"
-            body.append(Op(name=name, target="comm.gather", inputs=(given,), outputs=(name,), arguments=arguments))
+            body.append(Op(name=name, target="comm.all_gather", inputs=(given,), outputs=(name,), arguments=arguments))
         layouts[name] = make_layout((tuple(left),), {})
     return program.with_(body=tuple(body), values=values, layouts=layouts, outputs=(f"v{len(axes_in_turn)}",))
 
@@ -209,21 +219,21 @@ def test_gathers_in_a_row_are_one_if_their_cuts_are_one_cut():
     (both,) = fuse(even).body
 
     assert (both.inputs, both.outputs, both.argument("axes")) == (("v0",), ("v2",), ("tp0", "tp1"))
-    assert both.argument("cut").blocks == (Block(1, 8, 1),) and outer * inner == 8
+    assert both.argument("sharding").blocks == (Block(1, 8, 1),) and outer * inner == 8
     assert fuse(apart).body == apart.body
 
 
 def test_cuts_in_a_row_are_one_cut():
     program = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // 4, 1)})
     turned = [
-        dataclasses.replace(op, target="comm.take", inputs=op.outputs, outputs=op.inputs)
+        dataclasses.replace(op, target="comm.shard", inputs=op.outputs, outputs=op.inputs)
         for op in reversed(program.body)
     ]
 
     (both,) = fuse(program.with_(body=tuple(turned), outputs=("v0",))).body
 
     assert (both.inputs, both.outputs, both.argument("axes")) == (("v2",), ("v0",), ("tp0", "tp1"))
-    assert both.argument("cut").blocks == (Block(1, 8, 1),)
+    assert both.argument("sharding").blocks == (Block(1, 8, 1),)
 
 
 # Recomputation.
@@ -264,10 +274,10 @@ class Deep(nn.Module):
 
 def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
     graph = capture(Deep(), (torch.randn(4, 6, 8),), {}).graph
-    facts = analyse(graph)
-    program = lower(graph, draw(graph, read_request("sp=2,recompute"), facts), facts)
+    analysis = analyse(graph)
+    program = lower(graph, build_plan(graph, parse_plan_string("sp=2,recompute"), analysis), analysis)
 
-    gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.gather_sum"}
+    gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.all_gather_to_r"}
     readers = [op.region for op in program.body if gathered.keys() & set(op.inputs)]
     assert set(gathered.values()) == {None}
     assert readers == ["recompute layers.0", "recompute layers.1", "recompute layers.2"]
@@ -284,7 +294,7 @@ def test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_betwee
     inner, outer = next(
         (made[op.inputs[0]], op)
         for op in program.body
-        if op.target == "comm.fan_in" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
+        if op.target == "comm.all_reduce" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
     )
     reader = dataclasses.replace(
         inner, name="reader", target="aten.relu.default", inputs=inner.outputs, outputs=("read",), arguments=()
@@ -311,17 +321,17 @@ class HalfFrozen(nn.Module):
 
 def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_the_same():
     graph = capture(HalfFrozen(), (torch.randn(4, 6),), {}).graph
-    facts = analyse(graph)
-    plan = draw(graph, read_request("zero3=2"), facts)
-    program = lower(graph, plan, facts)
-    ((axis, _),) = program.holdings[0].zero
+    analysis = analyse(graph)
+    plan = build_plan(graph, parse_plan_string("zero3=2"), analysis)
+    program = lower(graph, plan, analysis)
+    ((axis, _),) = program.parameters[0].zero
 
-    again = lower(graph, plan, facts, homes={held.key: held.layout for held in program.holdings})
+    again = lower(graph, plan, analysis, storage_options={held.key: held.layout for held in program.parameters})
 
-    assert again.holdings == program.holdings
-    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.holdings} == {
-        "up.weight": (((axis, 3),), WHOLE), "up.bias": (((axis, 3),), WHOLE),
-        "down.weight": (((axis, 3),), FANNED), "down.bias": (((axis, 3),), FANNED),
+    assert again.parameters == program.parameters
+    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.parameters} == {
+        "up.weight": (((axis, 3),), INVARIANT), "up.bias": (((axis, 3),), INVARIANT),
+        "down.weight": (((axis, 3),), REPLICATE), "down.bias": (((axis, 3),), REPLICATE),
     }  # fmt: skip
 
 
@@ -331,7 +341,7 @@ def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_t
 def test_only_a_product_that_nobody_else_reads_is_summed_in_place():
     program = program_of("tp=2")
     makers = {name: op for op in program.body for name in op.outputs}
-    sums = [op for op in program.body if op.target == "comm.fan_in"]
+    sums = [op for op in program.body if op.target == "comm.all_reduce"]
 
     assert {makers[op.inputs[0]].target for op in sums if op.argument("in_place")} == {
         "aten.linear.default",
@@ -353,13 +363,13 @@ def _without_in_place(op):
 
 
 def test_the_products_of_one_value_are_joined_with_its_converter():
-    joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.fan_out_linears"]
+    joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.replicate_linears"]
 
     assert [len(op.outputs) for op in joined if "layers.0" in op.module_path] == [3, 2]
 
 
 def test_joined_products_keep_their_biases_and_each_its_own():
-    joined = [op for op in program_of("tp=2").body if op.target == "runtime.fan_out_linears"]
+    joined = [op for op in program_of("tp=2").body if op.target == "runtime.replicate_linears"]
     (qkv,) = (op for op in joined if op.module_path == "blocks.0.attn.qkv")
 
     (weight,), (bias,) = qkv.argument("weights"), qkv.argument("biases")
@@ -369,7 +379,7 @@ def test_joined_products_keep_their_biases_and_each_its_own():
 
 def test_a_value_that_something_else_reads_too_keeps_its_converter():
     program = passes_of("tp=2")[-2][1]
-    converter = next(op for op in program.body if op.target == "comm.fan_out")
+    converter = next(op for op in program.body if op.target == "comm.replicate")
     at = program.body.index(converter)
     other = dataclasses.replace(
         converter,

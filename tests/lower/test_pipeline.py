@@ -10,27 +10,42 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import PlanError
-from shardwright.layout import FANNED, WHOLE, Axis, Block, Cut, Mesh, Partial, make_layout, piece_of, whole
-from shardwright.lower import Pipelined, lower_pipeline
+from shardwright.layout import (
+    INVARIANT,
+    REPLICATE,
+    Axis,
+    Block,
+    Mesh,
+    Partial,
+    Shard,
+    local_region,
+    make_layout,
+    replicated,
+)
+from shardwright.lower import PipelinePrograms, lower_pipeline
 from shardwright.lower.pipeline import _with_others
-from shardwright.lower.place import in_time, settled
-from shardwright.plan import read_request
-from shardwright.plan.pipeline import MB, draw_pipeline
+from shardwright.lower.place import in_time, sendable_layout
+from shardwright.plan import parse_plan_string
+from shardwright.plan.pipeline import MB, build_pipeline
 from shardwright.rules import analyse
 from tests.plan.graphs import facts_of, graph_of
 
 
-def lowered(text: str, name: str = "gpt", microbatches: int = 2, batch: int = 12, **options) -> Pipelined:
-    graph, facts = graph_of(name, batch), facts_of(name, batch)
-    return lower_pipeline(graph, draw_pipeline(graph, read_request(text), facts, "", microbatches), facts, **options)
+def lowered(text: str, name: str = "gpt", microbatches: int = 2, batch: int = 12, **options) -> PipelinePrograms:
+    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    return lower_pipeline(
+        graph, build_pipeline(graph, parse_plan_string(text), analysis, "", microbatches), analysis, **options
+    )
 
 
 def lowered_module(
     module: nn.Module, *args: Tensor, text: str = "pp=2", microbatches: int = 2, local=False
-) -> Pipelined:
+) -> PipelinePrograms:
     graph = capture(module, args, {}).graph
-    facts = analyse(graph)
-    return lower_pipeline(graph, draw_pipeline(graph, read_request(text), facts, "", microbatches, local), facts)
+    analysis = analyse(graph)
+    return lower_pipeline(
+        graph, build_pipeline(graph, parse_plan_string(text), analysis, "", microbatches, local), analysis
+    )
 
 
 # Between segments.
@@ -41,41 +56,41 @@ def test_what_crosses_has_the_shape_of_a_microbatch():
 
     assert passage.shape == (4, 12, 32)
     assert (passage.giver, passage.taker, passage.gradient) == (0, 1, True)
-    assert passage.given == passage.taken == whole(3), "time is not in the layouts between devices"
+    assert passage.sent == passage.received == replicated(3), "time is not in the layouts between devices"
 
 
 @pytest.mark.parametrize("text", ["pp=2,dp=2", "pp=2,tp=2", "pp=2,sp=2"])
 def test_meshes_that_are_alike_give_as_the_other_takes(text):
     for passage in lowered(text).passages:
-        assert passage.given == passage.taken
+        assert passage.sent == passage.received
 
 
 def test_rows_of_a_microbatch_are_split_over_devices():
     (passage,) = lowered("pp=2,dp=2").passages
 
     assert passage.shape == (6, 12, 32)
-    assert piece_of(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
+    assert local_region(passage.sent, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
 
 
 def test_so_are_microbatches_of_each_groups_own_rows():
-    (passage,) = lowered("pp=2,dp=2", mode="rows").passages
+    (passage,) = lowered("pp=2,dp=2", mode="per_replica").passages
 
     assert passage.shape == (6, 12, 32)
-    assert piece_of(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
+    assert local_region(passage.sent, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
 
 
 def test_meshes_that_differ_have_each_their_layout():
     (passage,) = lowered("pp=1+3,dp").passages
 
-    assert passage.given == whole(3)
-    assert passage.taken.cut_of("dp") is not None
+    assert passage.sent == replicated(3)
+    assert passage.received.shard_of("dp") is not None
 
 
 def test_partial_sums_are_summed_before_they_go_on():
     for passage in lowered("pp=2,tp=2").passages:
-        placements = [held for layout in (passage.given, passage.taken) for _, held in layout.rest]
+        placements = [held for layout in (passage.sent, passage.received) for _, held in layout.rest]
         assert not any(isinstance(held, Partial) for held in placements)
-        assert FANNED not in placements
+        assert REPLICATE not in placements
 
 
 class PartialAtTheCut(nn.Module):
@@ -94,8 +109,8 @@ def test_partial_sums_are_summed_before_they_go_to_another_mesh(text):
     made = lowered_module(PartialAtTheCut(), torch.randn(4, 6), text=text)
     (passage,) = made.passages
 
-    assert passage.given == passage.taken == whole(2)
-    assert made.programs[0].body[-1].target == "comm.fan_in"
+    assert passage.sent == passage.received == replicated(2)
+    assert made.programs[0].body[-1].target == "comm.all_reduce"
 
 
 def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
@@ -129,7 +144,7 @@ def test_an_op_that_a_segment_runs_beside_its_own_is_split_as_there_on_the_axes_
 @pytest.mark.parametrize("text", ["pp=2", "pp=4", "pp=2,interleaved", "pp=1+3,dp"])
 def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
     made = lowered(text)
-    held = [{one.key for one in program.holdings} for program in made.programs]
+    held = [{one.key for one in program.parameters} for program in made.programs]
 
     assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
     assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
@@ -146,7 +161,7 @@ def test_programs_of_segments_run_by_a_schedule_and_leave_nothing_to_be_awaited(
 def test_segments_of_one_device_hold_a_tied_weight_alike():
     made = lowered("pp=2,tp=2,zbv")
     first, last = (
-        next(one for one in p.holdings if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
+        next(one for one in p.parameters if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
     )
 
     assert first.layout == last.layout
@@ -154,16 +169,16 @@ def test_segments_of_one_device_hold_a_tied_weight_alike():
 
 def test_homes_of_an_entry_before_are_kept():
     made = lowered("pp=2,tp=2")
-    homes = [{one.key: one.layout for one in program.holdings} for program in made.programs]
+    storage_options = [{one.key: one.layout for one in program.parameters} for program in made.programs]
     fixed = [
-        {key: whole(len(layout.cuts)) if key.endswith("up.weight") else layout for key, layout in held.items()}
-        for held in homes
+        {key: replicated(len(layout.shards)) if key.endswith("up.weight") else layout for key, layout in held.items()}
+        for held in storage_options
     ]
 
-    again = lowered("pp=2,tp=2", homes=fixed)
+    again = lowered("pp=2,tp=2", storage_options=fixed)
 
-    found = [{one.key: one.layout for one in program.holdings} for program in again.programs]
-    assert found == fixed != homes
+    found = [{one.key: one.layout for one in program.parameters} for program in again.programs]
+    assert found == fixed != storage_options
 
 
 # How outputs leave.
@@ -207,42 +222,46 @@ def test_a_value_that_crosses_and_is_an_output_leaves_whole():
     made = lowered_module(Outputs(), torch.randn(4, 6), text="pp=2,dp=2")
     (passage,) = (held for held in made.passages if held.value == made.exits[1].value)
 
-    assert passage.given == whole(2)
-    assert passage.taken.cut_of("dp") is not None
+    assert passage.sent == replicated(2)
+    assert passage.received.shard_of("dp") is not None
 
 
 # Layouts in time.
 
-TIME = Cut(axis=MB, blocks=(Block(1, 8, 1),))
-ROWS = Cut(axis="dp", blocks=(Block(1, 4, 1),))
+TIME = Shard(axis=MB, blocks=(Block(1, 8, 1),))
+ROWS = Shard(axis="dp", blocks=(Block(1, 4, 1),))
 
 
 def test_an_output_is_in_time_as_it_is_made():
     sizes = {MB: 2, "dp": 2}
 
-    assert in_time(whole(2), make_layout(((TIME, ROWS), ()), {}), sizes) == make_layout(((TIME,), ()), {})
-    assert in_time(whole(0), make_layout((), {MB: Partial("sum"), "dp": WHOLE}), sizes).placement(MB) == Partial("sum")
-    assert in_time(whole(1), whole(1), sizes) == whole(1)
+    assert in_time(replicated(2), make_layout(((TIME, ROWS), ()), {}), sizes) == make_layout(((TIME,), ()), {})
+    assert in_time(replicated(0), make_layout((), {MB: Partial("sum"), "dp": INVARIANT}), sizes).placement(
+        MB
+    ) == Partial("sum")
+    assert in_time(replicated(1), replicated(1), sizes) == replicated(1)
 
 
 def test_time_comes_before_devices_unless_it_is_inside_them():
     rows = make_layout(((ROWS,), ()), {})
     made = make_layout(((TIME,), ()), {})
 
-    assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).cuts[0]] == [MB, "dp"]
-    assert [cut.axis for cut in in_time(rows, made, {"dp": 2, MB: 2}).cuts[0]] == ["dp", MB]
+    assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).shards[0]] == [MB, "dp"]
+    assert [cut.axis for cut in in_time(rows, made, {"dp": 2, MB: 2}).shards[0]] == ["dp", MB]
 
 
 def test_settling_forgets_sums_over_devices_but_not_over_time():
-    held = make_layout(((TIME,), ()), {"tp": Partial("sum"), "dp": FANNED})
+    held = make_layout(((TIME,), ()), {"tp": Partial("sum"), "dp": REPLICATE})
 
-    assert settled(held) == make_layout(((TIME,), ()), {})
-    assert settled(make_layout((), {MB: Partial("sum"), "tp": FANNED})) == make_layout((), {MB: Partial("sum")})
+    assert sendable_layout(held) == make_layout(((TIME,), ()), {})
+    assert sendable_layout(make_layout((), {MB: Partial("sum"), "tp": REPLICATE})) == make_layout(
+        (), {MB: Partial("sum")}
+    )
 
 
 def test_a_plan_for_another_graph_is_refused():
-    graph, facts = graph_of("gpt", 12), facts_of("gpt", 12)
-    plan = draw_pipeline(graph, read_request("pp=2"), facts, "", 2)
+    graph, analysis = graph_of("gpt", 12), facts_of("gpt", 12)
+    plan = build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2)
 
     with pytest.raises(PlanError, match="another graph"):
         lower_pipeline(graph_of("masked", 12), plan, facts_of("masked", 12))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import LoweringError
-from shardwright.lower import Program
+from shardwright.lower import LoweredProgram
 from shardwright.planning import Batching
 from shardwright.verify import compile_program
 
@@ -32,7 +32,9 @@ def x(**options) -> Tensor:
     return torch.randn(ROWS, 6, **options)
 
 
-def programs_of(module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4) -> tuple[Program, ...]:
+def programs_of(
+    module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4
+) -> tuple[LoweredProgram, ...]:
     size = 1 if plan == "single" else 2
     return compile_program(module, args, {}, plan, size, batching=Batching(microbatches=microbatches)).programs
 
@@ -95,8 +97,8 @@ def test_what_inputs_alone_decide_is_found_before_the_first_microbatch(net, more
 def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_its_ops():
     (program,) = programs_of(Masked(), x(), torch.ones(ROWS))
 
-    assert [held.path for held in program.asked] == ["mask"]
-    assert [op.target for op in program.prologue] == ["comm.take", "aten.sum.default"]
+    assert [held.path for held in program.prologue_inputs] == ["mask"]
+    assert [op.target for op in program.prologue] == ["comm.shard", "aten.sum.default"]
     makers = {name: op for op in program.body for name in op.outputs}
     (division,) = (op for op in program.body if op.target == "aten.div.Tensor")
     assert program.early[0].value == division.inputs[1]

@@ -75,7 +75,7 @@ class Row(nn.Module):
 
 def test_a_bias_stays_out_of_a_product_that_is_still_to_be_summed() -> None:
     program = program_of(Row(), (torch.randn(4, 6),), "tp=2")
-    summed = next(op for op in program.body if op.target.startswith("comm.fan_in"))
+    summed = next(op for op in program.body if op.target.startswith("comm.all_reduce"))
     product = next(op for op in program.body if summed.inputs[0] in op.outputs)
     assert product.target == "aten.linear.default" and product.argument("bias") is None
 

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import ShardwrightError
 from shardwright.parallelize import parallelize
-from shardwright.rules import is_drawn_whole
-from shardwright.runtime.random import Randomness
+from shardwright.rules import is_random
+from shardwright.runtime.algorithms.random import Randomness
 from tests.ops.cases import Sample
 from tests.ops.expectations import undefined
 
@@ -80,7 +80,7 @@ def decided(sample: Sample, folder: Path, wanted: Run) -> Verdict:
     if not drawn and not undefined(sample.subject):
         off = difference(found, wanted)
         return Verdict("wrong", off) if off else Verdict("right")
-    if len(drawn) == 1 and is_drawn_whole(drawn[0]):
+    if len(drawn) == 1 and is_random(drawn[0]):
         off = difference(found, _drawing_alike(sample, model.random, drawn[0].name))
         return Verdict("wrong", off) if off else Verdict("right")
     off = difference(found, wanted, values=False)

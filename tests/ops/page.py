@@ -8,19 +8,20 @@ from pathlib import Path
 from tests.ops.expectations import REASONS, REFUSED, UNDEFINED
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
-HEAD = """# PyTorch's own suites
+HEAD = """# Op coverage: PyTorch's own test suites
 
 PyTorch tests itself with databases of samples: every op (`op_db`, 702 of them), every module of `torch.nn`
 (`module_db`, 114) and every optimizer of `torch.optim` (`optim_db`, 15). `make ops` (`python -m tests.ops`) compiles
 each sample with `sw.parallelize` and holds the generated file against eager, in float64, float32 and bfloat16.
 
-| | on one device | split |
+| | on one device | sharded |
 |---|---|---|
 | ops | every sample: results, gradients of all inputs | the first samples of each, on 2 and on 3 ranks |
 | modules | every sample, in training and evaluation: gradients of parameters and buffers too | the same |
 | optimizers | every sample of settings, three steps: parameters | tensor parallel and ZeRO-2, on 2 ranks |
 
-Where a sample is split, every role of every op is checked on pieces first. Then a plan that splits each op on one of
+Where a sample is split, every [role](concepts.md#rules-labels-roles-atoms) of every op is checked on shards first.
+Then a plan that splits each op on one of
 its roles goes through lowering and emission, and the generated file runs on ranks that are threads.
 
 Results must agree within 1e-10 of the largest element in float64, 1e-5 in float32, 2e-2 in bfloat16. Anything else is a
@@ -34,8 +35,8 @@ python -m tests.ops --ops 'nn.functional.conv' --dtype float64 --samples 3 --pro
 ## Random numbers
 
 Ops are known to be random by torch's own tag (`nondeterministic_seeded`), which a custom op may have too. A program
-draws by keys of its own, see `docs/design.md`. An op that is drawn whole is compared with eager under the same seed;
-dropout, whose masks are drawn by position, in shape and dtype (its numbers are held by `tests/parity/test_random.py`).
+draws by keys of its own, see `docs/design.md`. An op that is drawn replicated is compared with eager under the same
+seed; dropout, whose masks are drawn by position, in shape and dtype (`tests/parity/test_random.py` holds its numbers).
 """
 
 

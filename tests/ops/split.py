@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.capture import Captured, capture
+from shardwright.capture import CapturedGraph, capture
 from shardwright.capture.interpret import run
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 from shardwright.errors import RuleError, ShardwrightError
 from shardwright.ir import Graph, Op
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
-from shardwright.plan.draft import Draft
+from shardwright.plan.builder import PlanBuilder
 from shardwright.probe import check_role, probing
 from shardwright.rules import Analysis, analyse
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.world import start
 from shardwright.verify.compiled import SharingCompiler
 from tests.ops.cases import Sample
@@ -49,20 +49,20 @@ def judge_splits(sample: Sample) -> list[tuple[int, Verdict]]:
             return []
         try:
             real = (sample.module, sample.args, sample.kwargs)
-            captured = capture(skeleton_of(sample.module), sample.args, sample.kwargs, real=lambda: real)
-            facts = analyse(captured.graph, probing(captured.functions))
-            ways = [parts for parts in WAYS if _split_ops(facts, parts)]
-            wrong = {} if undefined(sample.subject) else _wrong_roles(sample, captured, facts, ways)
+            captured = capture(copy_to_meta(sample.module), sample.args, sample.kwargs, real=lambda: real)
+            analysis = analyse(captured.graph, probing(captured.functions))
+            ways = [parts for parts in WAYS if _split_ops(analysis, parts)]
+            wrong = {} if undefined(sample.subject) else _wrong_roles(sample, captured, analysis, ways)
         except Exception as error:  # it was captured before: whatever it is now is a fault
             return [(2, Verdict("foreign", described(error)))]
         return [(parts, wrong.get(parts) or _judge(sample, captured, wanted, parts)) for parts in ways]
 
 
-def _split_ops(facts: Analysis, parts: int) -> list[Op]:
-    return [op for op in facts.live if any(role.fills(parts) for role in facts.signatures[op.name].roles)]
+def _split_ops(analysis: Analysis, parts: int) -> list[Op]:
+    return [op for op in analysis.live if any(role.fills(parts) for role in analysis.signatures[op.name].roles)]
 
 
-def _wrong_roles(sample: Sample, captured: Captured, facts: Analysis, ways: list[int]) -> dict[int, Verdict]:
+def _wrong_roles(sample: Sample, captured: CapturedGraph, analysis: Analysis, ways: list[int]) -> dict[int, Verdict]:
     """The first role that does not recombine, for each number of pieces."""
     seen: dict[str, tuple[Tensor, ...]] = {}
     module = copy.deepcopy(sample.module)
@@ -72,11 +72,11 @@ def _wrong_roles(sample: Sample, captured: Captured, facts: Analysis, ways: list
         run(captured, [x.detach().clone() for x in given], *state, callback=lambda op, x, _: seen.update({op.name: x}))
     found: dict[int, Verdict] = {}
     for parts in ways:
-        for op in _split_ops(facts, parts):
-            for role in facts.signatures[op.name].roles:
+        for op in _split_ops(analysis, parts):
+            for role in analysis.signatures[op.name].roles:
                 if role.fills(parts) and not op.target.startswith("call.") and parts not in found:
                     try:
-                        check_role(facts, op, role.name, parts, seen[op.name])
+                        check_role(analysis, op, role.name, parts, seen[op.name])
                     except RuleError as error:
                         found[parts] = Verdict("wrong", str(error))
     return found
@@ -87,17 +87,17 @@ def plan_of(pick: int) -> Callable[[Graph, int], Plan]:
 
     def plan(graph: Graph, size: int) -> Plan:
         axis = Axis(name="tp", size=size)
-        draft = Draft(graph, Mesh(axes=(axis,)), analyse(graph, probing()))
-        for op in draft.ops:
-            roles = [role for role in draft.roles(op) if role.fills(size)]
+        builder = PlanBuilder(graph, Mesh(axes=(axis,)), analyse(graph, probing()))
+        for op in builder.ops:
+            roles = [role for role in builder.roles(op) if role.fills(size)]
             if roles:
-                draft.split(op, axis, roles[pick % len(roles)])
-        return draft.finish(f"tp={size}")
+                builder.split(op, axis, roles[pick % len(roles)])
+        return builder.finish(f"tp={size}")
 
     return plan
 
 
-def _judge(sample: Sample, captured: Captured, wanted: Run, parts: int) -> Verdict:
+def _judge(sample: Sample, captured: CapturedGraph, wanted: Run, parts: int) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="shardwright-split-") as folder:
         captures = {(sample.module.training, 0): captured}
 
@@ -119,7 +119,7 @@ def _judge(sample: Sample, captured: Captured, wanted: Run, parts: int) -> Verdi
     return Verdict("drawn" if drawn else "right")
 
 
-def _run(sample: Sample, captures: dict[tuple[bool, int], Captured], parts: int, folder: Path) -> Run:
+def _run(sample: Sample, captures: dict[tuple[bool, int], CapturedGraph], parts: int, folder: Path) -> Run:
     world, module = start(), copy.deepcopy(sample.module)
     compiler = SharingCompiler(module, None, world, plan_of(sample.number), "same", folder, 0, exact_random=True)
     compiler.captures = captures

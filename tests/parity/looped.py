@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from tests.models.zoo import ZOO, Case
 from tests.runtime.ranks import run_ranks
 

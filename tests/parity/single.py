@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.capture import Captured, capture, run
-from shardwright.compile import Compiler, skeleton_of
+from shardwright.capture import CapturedGraph, capture, run
+from shardwright.compile import Compiler, copy_to_meta
 from shardwright.planning import Batching
-from shardwright.runtime.holding import gather, storage_layout
-from shardwright.runtime.model import ParallelModel
-from shardwright.runtime.parameters import raw_gradient
-from shardwright.runtime.state import spread_out
+from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.runtime.parameters.sharded import raw_gradient
+from shardwright.runtime.parameters.spec import gather_tensor, storage_layout
+from shardwright.runtime.parameters.state_dicts import spread_out
 from shardwright.runtime.world import start
 from tests.models.zoo import CASTS_TO_FLOAT32, ZOO, Case, loss_of
 
@@ -67,9 +67,9 @@ def promoted(name: str, dtype: str) -> bool:
 
 
 @lru_cache(maxsize=2)
-def captured(name: str, dtype: str) -> Captured:
+def captured(name: str, dtype: str) -> CapturedGraph:
     case = build(name, dtype)
-    return capture(skeleton_of(case.module), case.args, case.kwargs, entry="train", promote=promoted(name, dtype))
+    return capture(copy_to_meta(case.module), case.args, case.kwargs, entry="train", promote=promoted(name, dtype))
 
 
 @lru_cache(maxsize=2)
@@ -107,7 +107,7 @@ def reference(name: str, dtype: str, kind: str) -> Trace:
     return trace
 
 
-def _by_graph(case: Case, held: Captured) -> Tensor:
+def _by_graph(case: Case, held: CapturedGraph) -> Tensor:
     """The loss of the graph, run op by op on the model's parameters."""
     parameters = dict(case.module.named_parameters(remove_duplicate=False))
     buffers = dict(case.module.named_buffers(remove_duplicate=False))
@@ -129,15 +129,15 @@ def graph_apart(name: str) -> float:
 class SharingCompiler(Compiler):
     """A compiler that is given the capture of the training entry, since no plan changes it."""
 
-    given: Captured
+    given: CapturedGraph
 
-    def _capture(self, model: ParallelModel, args: Any, kwargs: Any) -> Captured:
+    def _capture(self, model: ParallelModel, args: Any, kwargs: Any) -> CapturedGraph:
         assert model.training and not self.programs, "this harness trains, at one batch size"
         return self.given
 
 
 def compiled(
-    name: str, dtype: str, plan: str, kind: str, directory: str, given: Captured, batching: Batching | None = None
+    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, batching: Batching | None = None
 ) -> Trace:
     """The run under a plan, everything brought to whole."""
     case = build(name, dtype)
@@ -145,11 +145,11 @@ def compiled(
     keys = [key for key, _ in case.module.named_parameters()]
     world = start()
     compiler = SharingCompiler(
-        case.module, optimizer, world, plan, "same", Path(directory), 0, promote=promoted(name, dtype),
+        case.module, optimizer, world, plan, "global", Path(directory), 0, promote=promoted(name, dtype),
         batching=batching,
     )  # fmt: skip
     compiler.given = given
-    return trained(ParallelModel(compiler.skeleton, world, compiler, "same", 1), case, optimizer, keys)
+    return trained(ParallelModel(compiler.skeleton, world, compiler, "global", 1), case, optimizer, keys)
 
 
 def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, keys: list[str]) -> Trace:
@@ -172,14 +172,14 @@ def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     """Every gradient of a compiled model, put together from the pieces. All ranks must call it."""
     holding = model._ready()
     found: dict[str, Tensor | None] = {}
-    for held in holding.held:
+    for held in holding.specs:
         parameter = holding.parameters[held.name]
         local = raw_gradient(parameter)
         if local is None and held.level == 2 and parameter.shard is not None:
             local = raw_gradient(parameter.shard)
         layout = storage_layout(held, holding.groups.mesh.sizes) if held.level >= 2 else None
-        found[held.name] = None if local is None else gather(local, held, holding.groups, layout).clone()
-    return spread_out(found, holding.seats)
+        found[held.name] = None if local is None else gather_tensor(local, held, holding.groups, layout).clone()
+    return spread_out(found, holding.pp_ranks)
 
 
 def faults_of(mine: Trace, other: Trace, tolerance: float) -> list[str]:

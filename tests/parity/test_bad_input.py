@@ -11,7 +11,7 @@ from torch import nn
 from shardwright.errors import InputError, PlanError, RankError
 from shardwright.parallelize import parallelize
 from shardwright.parallelize import plan as make_plan
-from shardwright.plan.draft import Draft
+from shardwright.plan.builder import PlanBuilder
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -71,10 +71,10 @@ def test_an_axis_larger_than_any_dim(axis):
 
 def test_a_policy_that_splits_a_dim_too_far():
     def policy(graph, world):
-        draft = Draft(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
-        op = next(op for op in draft.ops if op.name.startswith("up"))
-        draft.split(op, draft.mesh.axes[0], min(draft.roles(op), key=lambda role: role.size))
-        return draft.finish("mine")
+        builder = PlanBuilder(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
+        op = next(op for op in builder.ops if op.name.startswith("up"))
+        builder.split(op, builder.mesh.axes[0], min(builder.roles(op), key=lambda role: role.size))
+        return builder.finish("mine")
 
     module, args, _ = ZOO["mlp"]()
     with pytest.raises(PlanError, match=r"up .*tp=32 is larger than .* has 4; use a smaller axis"):
@@ -146,7 +146,7 @@ def test_ranks_that_pass_different_data_as_the_same(tmp_path):
     def call(rank, model, args):
         model(args[0] + rank, args[1])
 
-    words = ('inputs="same"', "rank 1 passes another batch than rank 0", 'inputs="rows"', 'inputs="gather"')
+    words = ('inputs="global"', "rank 1 passes another batch than rank 0", 'inputs="per_replica"', 'inputs="per_rank"')
     refused(InputError, 2, "dp=2", tmp_path, *words, call=call)
 
 
@@ -154,20 +154,20 @@ def test_groups_that_pass_the_same_rows(tmp_path):
     def call(rank, model, args):
         model(*args)
 
-    words = ('inputs="rows"', "all groups pass the same", "model.data_rank", 'inputs="same"')
-    refused(InputError, 2, "dp=2", tmp_path, *words, call=call, inputs="rows")
+    words = ('inputs="per_replica"', "but all pass the same", "model.data_rank", 'inputs="global"')
+    refused(InputError, 2, "dp=2", tmp_path, *words, call=call, inputs="per_replica")
 
 
 def test_ranks_of_one_group_that_pass_different_rows(tmp_path):
     def call(rank, model, args):
         model(args[0] + rank, args[1])
 
-    words = ('inputs="rows"', "rank 1 passes another x than rank 0", "parts of one replica", "model.data_rank")
-    refused(InputError, 4, "dp=2,tp=2", tmp_path, *words, call=call, inputs="rows")
+    words = ('inputs="per_replica"', "rank 1 passes another x than rank 0", "ranks of one replica", "model.data_rank")
+    refused(InputError, 4, "dp=2,tp=2", tmp_path, *words, call=call, inputs="per_replica")
 
 
 def test_an_unknown_mode_and_a_senseless_accumulate(tmp_path):
-    refused(InputError, 1, "single", tmp_path, "inputs='column' is not a mode", '"gather"', inputs="column")
+    refused(InputError, 1, "single", tmp_path, "inputs='column' is not a mode", '"per_rank"', inputs="column")
     refused(InputError, 1, "single", tmp_path, "accumulate=0", "use 1", accumulate=0)
 
 
@@ -179,12 +179,12 @@ def uneven(rank, directory, inputs, warm):
     module, args, _ = ZOO["mlp"]()
     model = parallelize(module, plan="tp=2", directory=directory, inputs=inputs)
     if warm:
-        mine = tuple(held[2 * rank : 2 * rank + 2] for held in args) if inputs == "gather" else args
+        mine = tuple(held[2 * rank : 2 * rank + 2] for held in args) if inputs == "per_rank" else args
         model(*mine).backward()
     model(*(held[: 2 + 2 * rank] for held in args)).backward()
 
 
-@pytest.mark.parametrize(("inputs", "warm"), [("same", False), ("same", True), ("gather", True)])
+@pytest.mark.parametrize(("inputs", "warm"), [("global", False), ("global", True), ("per_rank", True)])
 def test_ranks_that_pass_different_shapes(pools, tmp_path, inputs, warm):
     answers = pools[2].try_run(uneven, str(tmp_path), inputs, warm, timeout=LIMIT)
     errors = [held[0] for fine, held in answers if not fine]

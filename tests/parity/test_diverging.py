@@ -150,7 +150,7 @@ def test_ranks_of_one_replica_must_pass_the_same_samples_in_every_call(tmp_path)
     cases = [ZOO["mlp"]() for _ in range(4)]
 
     def run(rank):
-        model = parallelize(cases[rank].module, plan="dp=2,tp=2", inputs="rows", directory=tmp_path)
+        model = parallelize(cases[rank].module, plan="dp=2,tp=2", inputs="per_replica", directory=tmp_path)
         for call in range(1, 5):
             x, y = (tensor.chunk(2)[rank // 2] + call for tensor in cases[rank].args)
             try:
@@ -275,7 +275,7 @@ def diverge(directory, size=2, module=None, rates=(0.1,) * 4, **by_rank):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("plan", ("dp=2", "tp=2")), ("plan", ("dp=2", "auto")), ("inputs", ("same", "gather")), ("seed", (0, 1)),
+        ("plan", ("dp=2", "tp=2")), ("plan", ("dp=2", "auto")), ("inputs", ("global", "per_rank")), ("seed", (0, 1)),
         ("accumulate", (1, 2)), ("precision", (None, "bf16-mixed")), ("outputs", ("all", "scalars")),
         ("unbatched", (None, [])),
     ],

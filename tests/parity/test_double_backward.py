@@ -118,7 +118,7 @@ def test_groups_have_a_penalty_on_their_own_samples(plan):
         slopes = model.total(slopes) / 1.0
         return [slopes, *gradients(model)]
 
-    agree(Critic, plan, loop, inputs="rows", example=(X[:2].clone().requires_grad_(),))
+    agree(Critic, plan, loop, inputs="per_replica", example=(X[:2].clone().requires_grad_(),))
 
 
 def test_gradients_of_inputs_that_a_mode_can_not_give_are_refused():
@@ -127,10 +127,10 @@ def test_gradients_of_inputs_that_a_mode_can_not_give_are_refused():
         return [*torch.autograd.grad(model(x := x.clone().requires_grad_(), labels), x)]
 
     example = X[:2], LABELS[:2]
-    with pytest.raises(InputError, match='use inputs="rows"'):
-        on_ranks(Classifier, "dp=2", loop, inputs="gather", example=example)
+    with pytest.raises(InputError, match='use inputs="per_replica"'):
+        on_ranks(Classifier, "dp=2", loop, inputs="per_rank", example=example)
     with pytest.raises(InputError, match="in a pipeline the gradient of an input"):
-        on_ranks(Classifier, "pp=2,dp=2", loop, inputs="rows", microbatches=1, example=example)
+        on_ranks(Classifier, "pp=2,dp=2", loop, inputs="per_replica", microbatches=1, example=example)
 
 
 # -- on real processes, and in a part of a module ------------------------------------------------------

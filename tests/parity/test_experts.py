@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.capture.part import Body, OpaquePart
+from shardwright.capture.user_calls.opaque_call import OpaqueBody, OpaqueModule
 from shardwright.errors import CaptureError
 from shardwright.verify.program import compile_program
 from tests.verified import referred, verified
@@ -104,8 +104,8 @@ def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
     program = compile_program(mixtral().train(), *example(), "ep=2", 2).program
     kinds = [op.target for op in program.body]
     assert kinds.count("runtime.experts") == 2
-    held = {one.key: one.layout for one in program.holdings if ".experts." in one.key}
-    assert all(layout.cut_of("ep") is not None for layout in held.values())
+    held = {one.key: one.layout for one in program.parameters if ".experts." in one.key}
+    assert all(layout.shard_of("ep") is not None for layout in held.values())
 
 
 def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():
@@ -113,7 +113,7 @@ def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():
     model = mixtral()
     call = next(iter(capture(model, *example()).opaques.values()))
     layer = model.get_submodule(call.path)
-    part = OpaquePart(call, Body(layer), [held.training for held in layer.modules()])
+    part = OpaqueModule(call, OpaqueBody(layer), [held.training for held in layer.modules()])
     state = {name: held.detach().clone() for name, held in layer.named_parameters()}
     alive = [weakref.ref(held) for held in state.values()]
     tokens, chosen = torch.randn(48, 16), torch.randint(4, (48, 2))

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime import comm
+from shardwright.runtime.collectives import comm
 from tests.models.transformer import Transformer, TransformerConfig
 
 TP, DP = 8, 128
@@ -56,8 +56,8 @@ def run_rank(rank: int, directory: str) -> dict[str, Any]:
         return {
             "forward": list(forward), "backward": list(backward), "shapes": shapes.seen, "program": program,
             "text": model.generated.read_text(), "loss": tuple(loss.shape), "world": dist.get_world_size(),
-            "pieces": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.held},
-            "gradients": {held.name: tuple(holding.parameters[held.name].grad.shape) for held in holding.held},
+            "pieces": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.specs},
+            "gradients": {held.name: tuple(holding.parameters[held.name].grad.shape) for held in holding.specs},
         }  # fmt: skip
     finally:
         dist.destroy_process_group()
@@ -109,7 +109,7 @@ def test_values_have_the_shapes_that_their_layouts_say(runs, rank):
 def test_pieces_and_gradients_have_their_local_shapes(runs, rank):
     program, pieces = runs[rank]["program"], runs[rank]["pieces"]
     sizes, at = program.mesh.sizes, dict(program.mesh.coordinates(rank))
-    for held in program.holdings:
+    for held in program.parameters:
         if held.key in pieces:
             whole = program.graph.values[held.value].shape
             assert pieces[held.key] == held.layout.local_shape(whole, sizes, at)

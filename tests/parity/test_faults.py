@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import RankError
-from shardwright.runtime import faults
+from shardwright.runtime.faults import watch
 from tests.launched import launch
 
 from . import failing
@@ -102,8 +102,8 @@ SEEN: dict[bool, bool] = {}  # whether the watch sees the thread that runs a for
 
 class Looks(nn.Linear):
     def forward(self, x):
-        watch = faults.watch()
-        SEEN[torch.compiler.is_exporting()] = watch is not None and watch._frame() is not None
+        seen = watch.watch()
+        SEEN[torch.compiler.is_exporting()] = seen is not None and seen._frame() is not None
         return super().forward(x).sum()
 
 

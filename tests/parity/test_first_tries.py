@@ -183,7 +183,7 @@ def test_a_sparse_input_is_passed_where_it_stays_whole(layout):
 
 
 def test_a_sparse_input_that_would_be_cut_is_refused():
-    with pytest.raises(InputError, match="sparse tensors can't be cut; pass it dense"):
+    with pytest.raises(InputError, match="sparse tensors can't be sharded; pass it dense"):
         on_ranks_only(Graph, "dp=2", train((X, EDGES.to_sparse())))
 
 

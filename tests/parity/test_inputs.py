@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime.state_values import PieceTensor
+from shardwright.runtime.parameters.state_values import ShardTensor
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -53,7 +53,7 @@ def test_rows_of_every_group_give_the_exact_global_mean(tmp_path, plan, name):
         case = cases[rank]
         group = rank // (world_of(plan) // 2)
         mine = rows_of(case.args, group, 2)
-        model = parallelize(case.module, plan=plan, example=mine, inputs="rows", directory=tmp_path)
+        model = parallelize(case.module, plan=plan, example=mine, inputs="per_replica", directory=tmp_path)
         assert (model.data_rank, model.data_size) == (group, 2)
         loss = model(*rows_of(case.args, model.data_rank, model.data_size))
         loss.backward()
@@ -74,7 +74,7 @@ def test_a_loss_outside_of_the_model_has_the_gradient_of_the_mean_over_groups(tm
         case = cases[rank]
         group = rank // (world_of(plan) // 2)
         mine = rows_of(case.args, group, 2)
-        model = parallelize(case.module, plan=plan, example=mine[:1], inputs="rows", directory=tmp_path)
+        model = parallelize(case.module, plan=plan, example=mine[:1], inputs="per_replica", directory=tmp_path)
         loss = outside(model, mine)
         loss.backward()
         return group, loss.detach(), gradients(model)
@@ -94,7 +94,7 @@ def test_gathered_rows_are_one_global_batch(tmp_path, plan):
 
     def run(rank):
         case = cases[rank]
-        model = parallelize(case.module, plan=plan, inputs="gather", directory=tmp_path)
+        model = parallelize(case.module, plan=plan, inputs="per_rank", directory=tmp_path)
         loss = model(*rows_of(case.args, rank, 2))
         loss.backward()
         return [loss.detach(), *gradients(model)]
@@ -180,7 +180,7 @@ def save(rank, plan, directory):
     model(*case.args).backward()
     optimizer.step()
     values = model.state_dict()
-    assert any(isinstance(held, PieceTensor) for held in values.values()) == (plan == "tp=2")
+    assert any(isinstance(held, ShardTensor) for held in values.values()) == (plan == "tp=2")
     dcp.save(values, checkpoint_id=f"{directory}/saved")
     return model.full_state_dict()
 

@@ -146,7 +146,7 @@ def test_parameters_outside_of_the_model_are_refused_where_rows_differ(tmp_path)
     def run(rank):
         model, beside = two(), nn.Linear(2, 2)
         optimizer = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
-        parallelize(model, optimizer, plan="dp=2", inputs="rows", directory=tmp_path)
+        parallelize(model, optimizer, plan="dp=2", inputs="per_replica", directory=tmp_path)
 
     with pytest.raises(InputError, match=r"2 parameters that are not the model's \(shapes \[\(2, 2\), \(2,\)\]\)"):
         run_ranks(2, run)
@@ -245,7 +245,7 @@ def test_a_step_of_elements_still_runs_without_interceptions(tmp_path, monkeypat
         fast.append(True)
         yield
 
-    monkeypatch.setattr("shardwright.runtime.optimizer.fused", fused)
+    monkeypatch.setattr("shardwright.runtime.optimizer.adopt.fused", fused)
     model = two()
     made, optimizer = on_one(model, sgd(model), tmp_path)
     made(X).backward()

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from shardwright.errors import InputError
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 
 from .looped import both, gradients, parameters
 

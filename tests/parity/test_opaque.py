@@ -210,7 +210,7 @@ def test_rows_mode():
     folder = tempfile.mkdtemp()
 
     def rank(number: int) -> float:
-        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", inputs="rows", directory=folder)
+        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", inputs="per_replica", directory=folder)
         mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
         return model(x[mine], y[mine]).item()
 

@@ -192,4 +192,6 @@ def test_hooks_outside_of_compiled_parts_are_refused_where_groups_differ(before)
         return []
 
     with pytest.raises(InputError, match="outside of the compiled parts and has hooks"):
-        on_ranks_only(Rest, "dp=2", loop, parts=["part"], inputs="rows", prepare=add if before else lambda model: None)
+        on_ranks_only(
+            Rest, "dp=2", loop, parts=["part"], inputs="per_replica", prepare=add if before else lambda model: None
+        )

@@ -112,7 +112,7 @@ def test_every_group_passes_its_rows(case, plan):
 
     def rank(number: int) -> tuple[Steps, dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(nets[number].parameters(), lr=1e-2)
-        options = {"plan": plan, "inputs": "rows", "directory": folder}
+        options = {"plan": plan, "inputs": "per_replica", "directory": folder}
         model, optimizer = sw.parallelize(nets[number], optimizer, parts=["backbone"], **options)
         assert model.backbone.data_size == 2
         mine = slice(4 * model.backbone.data_rank, 4 * model.backbone.data_rank + 4)
@@ -137,7 +137,7 @@ def test_gradients_of_two_passes_are_synced_at_the_second(case):
     nets = [copy.deepcopy(net) for _ in range(2)]
 
     def rank(number: int) -> list[Tensor]:
-        options = {"plan": "dp=2", "inputs": "rows", "accumulate": 2, "directory": folder}
+        options = {"plan": "dp=2", "inputs": "per_replica", "accumulate": 2, "directory": folder}
         model = sw.parallelize(nets[number], parts=["backbone"], **options)
         for start in (0, 4):
             mine = slice(start + 2 * dist.get_rank(), start + 2 * dist.get_rank() + 2)
@@ -219,8 +219,13 @@ def test_what_can_not_be_a_part_is_refused(case):
     net.head = nn.Linear(8, 8)
     net.head.weight = net.backbone[0].norm.weight
     with pytest.raises(InputError) as caught:
-        sw.parallelize(net, parts=["backbone", "backbone.0", "spine"], plan="single", inputs="gather")
-    for words in ("'spine' is no submodule", "backbone.0 is inside of backbone", "are tied", '"gather" makes no sense'):
+        sw.parallelize(net, parts=["backbone", "backbone.0", "spine"], plan="single", inputs="per_rank")
+    for words in (
+        "'spine' is no submodule",
+        "backbone.0 is inside of backbone",
+        "are tied",
+        '"per_rank" makes no sense',
+    ):
         assert words in str(caught.value)
     with pytest.raises(InputError, match="leave example out"):
         sw.parallelize(case[0], parts=["backbone"], example=case[1])
@@ -231,7 +236,7 @@ def job(rank: int, state: dict[str, Tensor], x: Tensor, y: Tensor, folder: str) 
     if rank == 0:
         net.load_state_dict(state)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    options = {"plan": "dp=2", "inputs": "rows", "directory": folder}
+    options = {"plan": "dp=2", "inputs": "per_replica", "directory": folder}
     model, optimizer = sw.parallelize(net, optimizer, parts=["backbone"], **options)
     mine = slice(4 * rank, 4 * rank + 4)
     return [step(model, optimizer, x[mine], y[mine]) for _ in range(3)], whole(model.state_dict())

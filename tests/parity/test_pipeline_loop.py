@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize, plan
-from shardwright.runtime.model import ParallelModel
-from shardwright.schedule import KINDS, Kind, gpipe
+from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.schedule import KINDS, ScheduleKind, gpipe
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -156,14 +156,14 @@ def test_a_scaler_scales_and_steps():
     both("mlp", "pp=2", loop)
 
 
-@pytest.mark.parametrize("mode", ["gather", "rows"])
+@pytest.mark.parametrize("mode", ["per_rank", "per_replica"])
 def test_ranks_may_pass_their_own_rows(mode):
     """Each rank, or each data-parallel group, has its rows, and the loss is that of all of them."""
 
     def loop(model, optimizer, case):
         args = case.args
         if isinstance(model, ParallelModel):
-            rank, size = (model._world.rank, 4) if mode == "gather" else (model._world.rank % 2, 2)
+            rank, size = (model._world.rank, 4) if mode == "per_rank" else (model._world.rank % 2, 2)
             rows = args[0].shape[0] // size
             args = [held[rank * rows : (rank + 1) * rows] for held in args]
         seen = []
@@ -207,7 +207,7 @@ def trained(model, optimizer, case):
 
 
 def test_an_own_schedule_by_its_name(monkeypatch):
-    kind = Kind(name="reverse", segments=1, make=reverse, holders=KINDS["gpipe"].holders)
+    kind = ScheduleKind(name="reverse", segments=1, make=reverse, holders=KINDS["gpipe"].holders)
     monkeypatch.setitem(KINDS, "reverse", kind)
     both("gpt_ignore", "pp=2,reverse", trained)
 

@@ -9,7 +9,7 @@ import torch
 from shardwright.compile import Compiler
 from shardwright.errors import LoweringError, PlanError
 from shardwright.planning import Batching
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.world import start
 from tests.models.zoo import loss_of
 
@@ -108,8 +108,10 @@ def local_parity(rank, model, plan, parts, wanted, directory):
     optimizer = single.optimizer_of("sgd", case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]
     asked = Batching(microbatches=parts, local=True)
-    compiler = Compiler(case.module, optimizer, start(), plan, "same", directory, 0, batching=asked)
-    mine = single.trained(ParallelModel(compiler.skeleton, compiler.world, compiler, "same", 1), case, optimizer, keys)
+    compiler = Compiler(case.module, optimizer, start(), plan, "global", directory, 0, batching=asked)
+    mine = single.trained(
+        ParallelModel(compiler.skeleton, compiler.world, compiler, "global", 1), case, optimizer, keys
+    )
     return single.faults_of(mine, wanted, 1e-10)
 
 

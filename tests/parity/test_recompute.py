@@ -12,8 +12,9 @@ from torch import nn
 import shardwright as sw
 from shardwright.lower import lower
 from shardwright.parallelize import parallelize
-from shardwright.report.traffic import totals
-from shardwright.runtime import comm, zero
+from shardwright.report.communication import totals
+from shardwright.runtime.collectives import comm
+from shardwright.runtime.parameters import zero3
 from tests.models.nets import Residual
 from tests.models.transformer import Transformer, TransformerConfig
 from tests.models.zoo import ZOO
@@ -179,13 +180,13 @@ def test_the_report_counts_the_collectives_that_repeat(text, part):
 def test_zero3_gathers_no_more_than_without_and_lets_all_layers_go(monkeypatch, paths):
     module, args = gpt(3)
     gathered: list[int] = []
-    plain = zero.Gathered.__init__
+    plain = zero3.GatheredUnit.__init__
 
     def noted(self, shards):
         gathered.append(id(shards))
         plain(self, shards)
 
-    monkeypatch.setattr(zero.Gathered, "__init__", noted)
+    monkeypatch.setattr(zero3.GatheredUnit, "__init__", noted)
 
     def run(rank, *paths):
         model = parallelize(module, plan=recomputing("zero3=2", *paths), example=args)

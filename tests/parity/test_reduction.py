@@ -56,7 +56,9 @@ def on_groups(step, plan="dp=2", **options):
     nets, folder = [Tagger() for _ in range(world_of(plan))], tempfile.mkdtemp(prefix="reduction-")
 
     def rank(number):
-        model = parallelize(nets[number], plan=plan, inputs="rows", example=(X[:2],), directory=folder, **options)
+        model = parallelize(
+            nets[number], plan=plan, inputs="per_replica", example=(X[:2],), directory=folder, **options
+        )
         rows = slice(2 * model.data_rank, 2 * model.data_rank + 2)
         step(model, X[rows], LABELS[rows])
         return whole_gradients(model)
@@ -117,10 +119,13 @@ def test_a_sum_divided_by_the_total():
 
 
 def test_what_is_refused():
-    for reduction, mode, words in (("token", "same", 'for inputs="rows"'), ("avg", "rows", "is not known")):
+    for reduction, mode, words in (
+        ("token", "global", 'for inputs="per_replica"'),
+        ("avg", "per_replica", "is not known"),
+    ):
         with pytest.raises(InputError, match=words):
             parallelize(Tagger(), plan="single", inputs=mode, reduction=reduction, example=(X,))
-    with pytest.raises(InputError, match="numbers only"):
+    with pytest.raises(InputError, match="scalars only"):
         on_groups(plain, "pp=2,dp=2")
     with pytest.raises(InputError, match=r"model\.counted"):
         on_groups(plain, reduction="token")

@@ -8,11 +8,11 @@ import tempfile
 import pytest
 import torch
 
-from shardwright.layout import piece_of
+from shardwright.layout import local_region
 from shardwright.parallelize import parallelize
-from shardwright.runtime.holding import coordinates
-from shardwright.runtime.model import ParallelModel
-from shardwright.runtime.parameters import Untouched
+from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.runtime.parameters.sharded import Untouched
+from shardwright.runtime.parameters.spec import coordinates
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -32,9 +32,9 @@ def plant(model, key):
     parameter = holding.parameters.get(key)
     if parameter is None:
         return 0
-    last = tuple(size - 1 for size in parameter.held.shape)
+    last = tuple(size - 1 for size in parameter.spec.shape)
     leaf = parameter if parameter.shard is None else parameter.shard
-    piece = piece_of(leaf.spread, parameter.held.shape, holding.groups.mesh.sizes, coordinates(holding.groups))
+    piece = local_region(leaf.spread, parameter.spec.shape, holding.groups.mesh.sizes, coordinates(holding.groups))
     for offset, at, sizes in piece.boxes:
         if all(start <= place < start + size for start, place, size in zip(offset, last, sizes, strict=True)):
             inside = tuple(a + place - start for a, place, start in zip(at, last, offset, strict=True))

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 

@@ -72,7 +72,7 @@ def ranks_find(kind, plan, tmp_path, inputs, *calls, **options):
         model = parallelize(nets[rank], plan=plan, inputs=inputs, directory=tmp_path, **options)
         losses = []
         for x, other in calls:
-            parts, per_part = (1 if inputs == "same" else 2), world_of(plan) // 2
+            parts, per_part = (1 if inputs == "global" else 2), world_of(plan) // 2
             losses.append(model(x.chunk(parts)[rank // per_part % parts].contiguous(), other))
             losses[-1].backward()
         return [torch.stack(losses).detach(), *gradients(model)]
@@ -89,29 +89,29 @@ def assert_close(ranks, wanted):
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "dp=2,tp=2"])
 def test_a_mask_beside_a_batch_that_all_ranks_pass(tmp_path, plan):
     call = samples(Masked)
-    assert_close(ranks_find(Masked, plan, tmp_path, "same", call), one_device(Masked, call))
+    assert_close(ranks_find(Masked, plan, tmp_path, "global", call), one_device(Masked, call))
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2"])
 def test_a_mask_beside_samples_that_are_gathered(tmp_path, plan):
     call = samples(Masked)
-    assert_close(ranks_find(Masked, plan, tmp_path, "gather", call), one_device(Masked, call))
+    assert_close(ranks_find(Masked, plan, tmp_path, "per_rank", call), one_device(Masked, call))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,tp=2"])
 def test_a_mask_beside_the_samples_of_each_replica(tmp_path, plan):
     call = samples(Masked)
-    assert_close(ranks_find(Masked, plan, tmp_path, "rows", call), one_device(Masked, call))
+    assert_close(ranks_find(Masked, plan, tmp_path, "per_replica", call), one_device(Masked, call))
 
 
-@pytest.mark.parametrize(("plan", "inputs"), [("dp=2", "same"), ("dp=2", "rows"), ("tp=2", "gather")])
+@pytest.mark.parametrize(("plan", "inputs"), [("dp=2", "global"), ("dp=2", "per_replica"), ("tp=2", "per_rank")])
 def test_a_table_of_the_size_of_the_batch_is_named(tmp_path, plan, inputs):
     call = samples(Prior, batch=8)  # 4 samples a rank, and a prior of 4
     found = ranks_find(Prior, plan, tmp_path, inputs, call, unbatched=["prior"])
     assert_close(found, one_device(Prior, call))
 
 
-@pytest.mark.parametrize(("plan", "inputs"), [("dp=2", "rows"), ("tp=2", "gather")])
+@pytest.mark.parametrize(("plan", "inputs"), [("dp=2", "per_replica"), ("tp=2", "per_rank")])
 def test_a_smaller_batch_later_turns_no_mask_into_samples(tmp_path, plan, inputs):
     calls = samples(Prior, batch=12), samples(Prior, batch=8)  # 6 samples a rank, then as many as the prior has
     assert_close(ranks_find(Prior, plan, tmp_path, inputs, *calls), one_device(Prior, *calls))
@@ -187,18 +187,18 @@ def test_what_sizes_do_not_tell_is_refused_where_it_is_needed(tmp_path):
     assert make_plan(Pair(), example=example, plan="tp=2").choices("train")
 
     def run(rank):
-        parallelize(copy.deepcopy(Pair()), plan="tp=2", inputs="gather", directory=tmp_path)(*example)
+        parallelize(copy.deepcopy(Pair()), plan="tp=2", inputs="per_rank", directory=tmp_path)(*example)
 
-    with pytest.raises(InputError, match=r'inputs="gather": .*different sizes of dim 0 .*unbatched='):
+    with pytest.raises(InputError, match=r'inputs="per_rank": .*different sizes of dim 0 .*unbatched='):
         run_ranks(2, run)
 
 
 def test_samples_of_each_replica_that_can_not_be_told_are_refused(tmp_path):
     def run(rank):
-        model = parallelize(copy.deepcopy(Pair()), plan="dp=2", inputs="rows", directory=tmp_path)
+        model = parallelize(copy.deepcopy(Pair()), plan="dp=2", inputs="per_replica", directory=tmp_path)
         model(torch.randn(8, 12), torch.randn(16, 9))
 
-    with pytest.raises(InputError, match=r'inputs="rows": .*different sizes of dim 0 .*unbatched='):
+    with pytest.raises(InputError, match=r'inputs="per_replica": .*different sizes of dim 0 .*unbatched='):
         run_ranks(2, run)
 
 
@@ -209,14 +209,14 @@ def test_a_name_that_no_input_has_is_refused():
         parallelize(Masked(), plan="single", unbatched="mask")
 
 
-@pytest.mark.parametrize("inputs", ["same", "rows", "gather"])
+@pytest.mark.parametrize("inputs", ["global", "per_replica", "per_rank"])
 def test_an_input_without_a_batch_dim_must_be_the_same_everywhere(tmp_path, inputs):
     x, mask = samples(Masked)
     nets = [made(Masked) for _ in range(2)]
 
     def run(rank):
         model = parallelize(nets[rank], plan="dp=2", inputs=inputs, directory=tmp_path)
-        mine = x if inputs == "same" else x.chunk(2)[rank].contiguous()
+        mine = x if inputs == "global" else x.chunk(2)[rank].contiguous()
         for call in range(3):
             model(mine, mask.logical_not() if (call, rank) == (2, 1) else mask).backward()
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
 from shardwright.parallelize import plan as make_plan
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.verify import verify
 from tests.runtime.ranks import run_ranks
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime import buckets, comm, nearby
-from shardwright.runtime.holding import gather, kept_layout
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.collectives import comm, process_group
+from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.runtime.parameters import buckets
+from shardwright.runtime.parameters.spec import gather_tensor, stored_layout
 from shardwright.verify.parity import ranks_of as size_of
 from tests.runtime.ranks import run_ranks
 
@@ -64,12 +65,12 @@ def world_of(plan: str) -> int:
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     holding = model._ready()
     found: dict[str, Tensor | None] = {}
-    for held in holding.held:
+    for held in holding.specs:
         parameter = holding.parameters[held.name]
-        gradient, layout = parameter.grad, kept_layout(held, holding.groups.mesh.sizes)
+        gradient, layout = parameter.grad, stored_layout(held, holding.groups.mesh.sizes)
         if held.level == 2 and parameter.shard is not None:
             layout = parameter.shard.spread
-        found[held.name] = None if gradient is None else gather(gradient, held, holding.groups, layout).clone()
+        found[held.name] = None if gradient is None else gather_tensor(gradient, held, holding.groups, layout).clone()
     return found
 
 
@@ -91,7 +92,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 
-    with mock.patch.object(buckets, "nearby", noted):
+    with mock.patch.object(buckets, "process_group", noted):
         return run_ranks(world_of(plan), run)
 
 
@@ -102,15 +103,15 @@ class _Noted:
         self.sent: dict[int, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(nearby, name)
+        return getattr(process_group, name)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Any:
         self.sent.setdefault(dist.get_rank(), []).append(tensor.numel())
-        return nearby.all_reduce(tensor, group)
+        return process_group.all_reduce(tensor, group)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, group: Any) -> Any:
         self.sent.setdefault(dist.get_rank(), []).append(tensor.numel())
-        return nearby.reduce_scatter(out, tensor, group)
+        return process_group.reduce_scatter(out, tensor, group)
 
 
 def compare(module: nn.Module, args: tuple[Any, ...], plan: str, **options: Any) -> Compared:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from shardwright.capture import capture
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 from shardwright.ir import Graph
 from shardwright.rules import Analysis, analyse
 from tests.models.transformer import Transformer, TransformerConfig
@@ -17,7 +17,7 @@ from tests.models.zoo import ZOO
 @lru_cache
 def graph_of(name: str, batch: int = 4) -> Graph:
     case = ZOO[name](batch=batch)
-    return capture(skeleton_of(case.module), case.args, case.kwargs).graph
+    return capture(copy_to_meta(case.module), case.args, case.kwargs).graph
 
 
 @lru_cache

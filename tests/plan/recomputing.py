@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwright.ir import Graph
-from shardwright.plan import POLICIES, Draft, Plan, read_request
+from shardwright.plan import POLICIES, Plan, PlanBuilder, parse_plan_string
 from shardwright.rules import Analysis
 
 
-def plan_of(graph: Graph, text: str, *paths: str, facts: Analysis | None = None) -> Plan:
+def plan_of(graph: Graph, text: str, *paths: str, analysis: Analysis | None = None) -> Plan:
     """The plan of a plan string, with modules that are recomputed."""
-    request = read_request(text)
-    draft = Draft(graph, request.mesh, facts)
+    request = parse_plan_string(text)
+    builder = PlanBuilder(graph, request.mesh, analysis)
     for name, axis in request.parts:
-        POLICIES[name](draft, axis)
+        POLICIES[name](builder, axis)
     for path in paths:
-        draft.recompute(path)
-    return draft.finish(str(request))
+        builder.recompute(path)
+    return builder.finish(str(request))
 
 
 def recomputing(text: str, *paths: str) -> Callable[[Graph, int], Plan]:

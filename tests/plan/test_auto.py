@@ -12,18 +12,18 @@ from torch.nn import functional as F
 
 from shardwright.capture import capture
 from shardwright.cluster import find
-from shardwright.cost import ON_GPU, Training, habits_of
-from shardwright.cost.peak import peak
+from shardwright.cost import ON_GPU, TrainingSetup, backend_traits
+from shardwright.cost.memory_timeline import simulate_memory
 from shardwright.errors import PlanError
-from shardwright.plan import draw, read_request
-from shardwright.plan.auto import Wishes, search
+from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.auto import SearchOptions, search
 from shardwright.plan.price import price
 from shardwright.plan.search import solve
 from shardwright.planning import only_scalars
 from shardwright.probe import probing
 from shardwright.rules import analyse
 
-MIXED = Training(compute="bfloat16")
+MIXED = TrainingSetup(compute="bfloat16")
 
 
 class Block(nn.Module):
@@ -105,25 +105,25 @@ def deep():
     return facts_of(lambda: Language(1024, 16, 8, 8_000, 1024), *words(32, 1024))
 
 
-def split_on_batch(facts, plan, name: str) -> bool:
+def split_on_batch(analysis, plan, name: str) -> bool:
     """Whether every axis splits an op on the batch, or leaves it whole because it has none."""
-    signature = facts.signatures[name]
+    signature = analysis.signatures[name]
     roles = {role.name: role.atom for role in signature.roles}
     choice = plan.choices("train").get(name, {})
-    has = any(role.atom in facts.batch for role in signature.roles)
-    return not has or all(roles.get(choice.get(axis)) in facts.batch for axis in plan.mesh.names)
+    has = any(role.atom in analysis.batch for role in signature.roles)
+    return not has or all(roles.get(choice.get(axis)) in analysis.batch for axis in plan.mesh.names)
 
 
 def parameters_of(plan):
-    return {key: max((level for _, level in held), default=0) for key, held in plan.storage.items()}
+    return {key: max((level for _, level in levels), default=0) for key, levels in plan.storage.items()}
 
 
-def peak_of(facts, plan, recompute):
-    return peak(facts, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, habits=ON_GPU)
+def peak_of(analysis, plan, recompute):
+    return simulate_memory(analysis, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, traits=ON_GPU)
 
 
 def test_a_small_model_on_one_node_is_data_parallel(small):
-    plan = search(small, find("8xA100-80GB"), Training()).plan
+    plan = search(small, find("8xA100-80GB"), TrainingSetup()).plan
     assert plan.mesh.size == 8
     apart = [op.name for op in small.graph.ops if not split_on_batch(small, plan, op.name)]
     assert not [name for name in apart if "blocks" in name], "the layers are split otherwise"
@@ -138,26 +138,26 @@ def test_a_big_model_on_several_nodes_has_its_tensor_axis_inside_of_a_node(wide)
     assert all(span.nodes == 1 for span in cluster.spans(plan.mesh, (tensor[0].name,)))
     for name in ("blocks.1.norm1 / layer_norm", "blocks.2.norm2 / layer_norm"):
         role = plan.choices("train")[name][tensor[0].name]
-        (held,) = [one for one in wide.signatures[name].roles if one.name == role]
+        (picked,) = [known for known in wide.signatures[name].roles if known.name == role]
         sequence = wide.dims[wide.graph.by_name[name].inputs[0]][1]
-        assert held.atom in wide.atoms.expand(sequence), "the norms are split along the sequence"
+        assert picked.atom in wide.atoms.expand(sequence), "the norms are split along the sequence"
 
 
 def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(deep):
     cluster = find("8xA100-80GB")
     times, amounts = [], []
     for gib in (64, 1.8, 0.8):
-        found = search(deep, cluster, MIXED, Wishes(memory=gib * 2**30))
-        segment = found.plan.entries["train"][0]
-        held = peak_of(deep, found.plan, segment.recompute)
-        assert held.peak <= gib * 2**30
-        times.append(price(deep, cluster, MIXED, found.plan).seconds)
+        result = search(deep, cluster, MIXED, SearchOptions(memory=gib * 2**30))
+        segment = result.plan.entries["train"][0]
+        peak = peak_of(deep, result.plan, segment.recompute)
+        assert peak.peak <= gib * 2**30
+        times.append(price(deep, cluster, MIXED, result.plan).seconds)
         amounts.append(len(segment.recompute))
     assert amounts[0] == 0 and amounts[-1] > 0
     assert all(b >= a * 0.999 for a, b in itertools.pairwise(times)), times
     # with one region less the tightest plan would not fit: the search stops at what is needed
-    less = peak_of(deep, found.plan, segment.recompute[1:])
-    assert less.peak > held.peak
+    less = peak_of(deep, result.plan, segment.recompute[1:])
+    assert less.peak > peak.peak
 
 
 class Layers(nn.Module):
@@ -178,79 +178,83 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("room", [1.01, 1.06, 1.12])
 def test_what_sums_overstate_is_not_left_unused(room):
     """Gradients come as activations go: a plan that a walk through the step says to fit is not given up for its sum."""
-    facts, cluster = facts_of(Layers, torch.zeros(512, 512, device="meta")), find("8xA100-80GB")
-    free = search(facts, cluster, MIXED)
+    analysis, cluster = facts_of(Layers, torch.zeros(512, 512, device="meta")), find("8xA100-80GB")
+    free = search(analysis, cluster, MIXED)
     limit = room * free.best.memory.peak
     assert free.best.solution.memory > limit, "the sum is beyond the limit"
-    held = search(facts, cluster, MIXED, Wishes(memory=limit))
-    assert held.best.memory.peak <= limit
-    assert held.best.time == pytest.approx(free.best.time, rel=0.01) and not held.plan.entries["train"][0].recompute
+    result = search(analysis, cluster, MIXED, SearchOptions(memory=limit))
+    assert result.best.memory.peak <= limit
+    assert result.best.time == pytest.approx(free.best.time, rel=0.01) and not result.plan.entries["train"][0].recompute
 
 
 def test_what_the_first_plan_would_have_needed_is_not_kept_in_reserve(deep, monkeypatch):
     """The first plan that is walked through is too large, and more comes and goes in it than in those that fit."""
-    wishes = Wishes(memory=0.8 * 2**30)
-    found = search(deep, find("8xA100-80GB"), MIXED, wishes)
+    options = SearchOptions(memory=0.8 * 2**30)
+    result = search(deep, find("8xA100-80GB"), MIXED, options)
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "REFILLS", 0)
-    before = search(deep, find("8xA100-80GB"), MIXED, wishes)
-    assert found.best.memory.peak <= wishes.memory
-    assert found.limit > before.limit and found.best.time < 0.998 * before.best.time
+    before = search(deep, find("8xA100-80GB"), MIXED, options)
+    assert result.best.memory.peak <= options.memory
+    assert result.limit > before.limit and result.best.time < 0.998 * before.best.time
 
 
 def test_a_rough_plan_that_fits_is_kept_where_no_better_one_is_found(deep, monkeypatch):
     def only_rough(problem, *, exact, **more):
-        found = solve(problem, exact=exact, **more)
-        return replace(found, states=None, time=math.inf, bound=math.inf) if exact else found
+        solution = solve(problem, exact=exact, **more)
+        return replace(solution, states=None, time=math.inf, bound=math.inf) if exact else solution
 
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "solve", only_rough)
-    found = search(deep, find("8xA100-80GB"), MIXED, Wishes(memory=64 * 2**30, aim=-1.0))
-    assert found.best.memory.peak <= 64 * 2**30 and math.isfinite(found.best.time)
+    result = search(deep, find("8xA100-80GB"), MIXED, SearchOptions(memory=64 * 2**30, aim=-1.0))
+    assert result.best.memory.peak <= 64 * 2**30 and math.isfinite(result.best.time)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):
     with pytest.raises(PlanError, match=r"does not fit: .* needs .* GiB on a device, and there are .* MiB"):
-        search(deep, find("2xA100-80GB"), MIXED, Wishes(memory=0.2 * 2**30))
+        search(deep, find("2xA100-80GB"), MIXED, SearchOptions(memory=0.2 * 2**30))
 
 
 def test_a_huge_vocabulary_is_split_on_its_classes():
-    facts = facts_of(lambda: Language(512, 8, 2, 1_000_000, 128), *words(32, 128))
-    plan = search(facts, find("8xA100-80GB"), MIXED).plan
-    (head,) = [op.name for op in facts.graph.ops if op.module_path == "head"]
-    classes = {role.name for role in facts.signatures[head].roles if role.size == 1_000_000}
+    analysis = facts_of(lambda: Language(512, 8, 2, 1_000_000, 128), *words(32, 128))
+    plan = search(analysis, find("8xA100-80GB"), MIXED).plan
+    (head,) = [op.name for op in analysis.graph.ops if op.module_path == "head"]
+    classes = {role.name for role in analysis.signatures[head].roles if role.size == 1_000_000}
     assert classes & set(plan.choices("train")[head].values())
 
 
 def test_a_conv_net_is_data_parallel_with_its_last_layers_split_where_that_pays():
     shown = (torch.zeros(64, 3, 224, 224, device="meta"), torch.zeros(64, dtype=torch.long, device="meta"))
-    facts = facts_of(Pictures, *shown)
-    plan = search(facts, find("8xV100-16GB@pcie-3"), Training()).plan
-    convolutions = [op.name for op in facts.graph.ops if "conv2d" in op.target][:3]
-    assert all(split_on_batch(facts, plan, name) for name in convolutions)
-    assert not split_on_batch(facts, plan, "first / linear"), "400 MB of gradients over PCIe, or 1 MB of activations"
+    analysis = facts_of(Pictures, *shown)
+    plan = search(analysis, find("8xV100-16GB@pcie-3"), TrainingSetup()).plan
+    convolutions = [op.name for op in analysis.graph.ops if "conv2d" in op.target][:3]
+    assert all(split_on_batch(analysis, plan, name) for name in convolutions)
+    assert not split_on_batch(analysis, plan, "first / linear"), "400 MB of gradients over PCIe, or 1 MB of activations"
 
 
 @pytest.mark.parametrize("name", ["8xA100-80GB", "2x4xH100", "4xV100-16GB@pcie-3", "cpu:4"])
 @pytest.mark.parametrize("model", ["small", "deep"])
 def test_no_fixed_policy_is_better(name, model, request):
-    facts, cluster = request.getfixturevalue(model), find(name)
-    found = search(facts, cluster, Training())
-    best = price(facts, cluster, Training(), found.plan).seconds
-    assert best == pytest.approx(found.best.time, rel=1e-6), "a plan is priced as it was searched"
-    assert found.gap < 0.01
+    analysis, cluster = request.getfixturevalue(model), find(name)
+    result = search(analysis, cluster, TrainingSetup())
+    best = price(analysis, cluster, TrainingSetup(), result.plan).seconds
+    assert best == pytest.approx(result.best.time, rel=1e-6), "a plan is priced as it was searched"
+    assert result.gap < 0.01
     size = cluster.size
-    wishes = [f"{policy}={size}" for policy in ("dp", "tp", "sp", "zero1", "zero2", "zero3")]
-    wishes += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
-    for text in wishes:
-        plan = draw(facts.graph, read_request(text), facts)
-        habits = habits_of(cluster.device(0).name, cluster.nodes)
-        held = peak(facts, plan.mesh, plan.choices("train"), plan.storage, Training(), habits=habits)
-        if held.peak <= cluster.memory * (1 - Training().margin):
-            seconds = price(facts, cluster, Training(), plan).seconds
+    options = [f"{policy}={size}" for policy in ("dp", "tp", "sp", "zero1", "zero2", "zero3")]
+    options += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
+    for text in options:
+        plan = build_plan(analysis.graph, parse_plan_string(text), analysis)
+        traits = backend_traits(cluster.device(0).name, cluster.nodes)
+        memory = simulate_memory(
+            analysis, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), traits=traits
+        )
+        if memory.peak <= cluster.memory * (1 - TrainingSetup().margin):
+            seconds = price(analysis, cluster, TrainingSetup(), plan).seconds
             assert best <= seconds * (1 + 1e-9), (text, seconds, best)
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far_and_says_so(deep):
     seen = []
-    found = search(deep, find("8xA100-80GB"), MIXED, Wishes(seconds=0.0), progress=lambda what, best: seen.append(what))
-    assert found.plan.mesh.size == 8 and found.stopped
-    assert seen and math.isfinite(found.best.time)
+    result = search(
+        deep, find("8xA100-80GB"), MIXED, SearchOptions(seconds=0.0), progress=lambda what, best: seen.append(what)
+    )
+    assert result.plan.mesh.size == 8 and result.stopped
+    assert seen and math.isfinite(result.best.time)

@@ -16,15 +16,23 @@ import shardwright as sw
 from shardwright.capture import capture
 from shardwright.cli import main
 from shardwright.cluster import find
-from shardwright.cost import Training
+from shardwright.cost import TrainingSetup
 from shardwright.errors import InputError, PlanError
-from shardwright.plan.auto import Found, Wishes, search
+from shardwright.plan.auto import SearchOptions, SearchResult, search
 from shardwright.plan.clash import find_clash
-from shardwright.plan.constraints import Constraints, Memory, NamedAxis, Split, Target, Zero, read_constraints
-from shardwright.plan.frame import Frame
-from shardwright.plan.homes import level_of
+from shardwright.plan.constraints import (
+    AxisConstraint,
+    Constraints,
+    MemoryConstraint,
+    SplitConstraint,
+    Target,
+    ZeroConstraint,
+    read_constraints,
+)
+from shardwright.plan.context import SearchContext
 from shardwright.plan.limits import bind
 from shardwright.plan.price import price
+from shardwright.plan.storage_options import zero_level
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of
@@ -41,9 +49,11 @@ def classes_of(name):
     return {path: type(module).__name__ for path, module in ZOO[name]().module.named_modules()}
 
 
-def searched(name, entries, cluster=CLUSTER, memory=None) -> Found:
+def searched(name, entries, cluster=CLUSTER, memory=None) -> SearchResult:
     constraints = read_constraints(entries, classes_of(name))
-    return search(facts_of(name), cluster, Training(), Wishes(constraints=constraints, memory=memory, aim=0.05))
+    return search(
+        facts_of(name), cluster, TrainingSetup(), SearchOptions(constraints=constraints, memory=memory, aim=0.05)
+    )
 
 
 def planned(name, entries, **options):
@@ -69,12 +79,12 @@ def test_a_file_is_read_and_on_is_a_word(tmp_path):
         "- {module: [wte, head], zero: 1}\n"
     )
     axis, split, memory, zero = read_constraints(path).items
-    assert isinstance(axis, NamedAxis) and (axis.name, axis.size, axis.inside, axis.data) == ("tp", 2, True, False)
-    assert isinstance(split, Split) and split.target == Target(modules=("blocks.*.up",), ops=("linear",))
+    assert isinstance(axis, AxisConstraint) and (axis.name, axis.size, axis.inside, axis.data) == ("tp", 2, True, False)
+    assert isinstance(split, SplitConstraint) and split.target == Target(modules=("blocks.*.up",), ops=("linear",))
     assert (split.label, split.on) == ("n", "tp")
-    assert isinstance(memory, Memory) and memory.bytes == 70 * 2**30
-    assert isinstance(zero, Zero) and zero.target.modules == ("wte", "head")
-    assert str(zero.said) == f"{path}, entry 4: {{module: [wte, head], zero: 1}}"
+    assert isinstance(memory, MemoryConstraint) and memory.bytes == 70 * 2**30
+    assert isinstance(zero, ZeroConstraint) and zero.target.modules == ("wte", "head")
+    assert str(zero.source) == f"{path}, entry 4: {{module: [wte, head], zero: 1}}"
 
 
 def test_all_faults_of_a_list_are_named_at_once():
@@ -123,12 +133,12 @@ def test_names_that_the_model_does_not_have_are_named_at_once():
     ]
     with pytest.raises(PlanError) as caught:
         planned("gpt", entries)
-    said = str(caught.value)
-    assert "no module 'block.*.up'" in said and "blocks.0.up" in said
-    assert "class 'Blok'" in said and "Block" in said
-    assert "no op 'liner'" in said and "aten.linear" in said
-    assert "no op there has the label 'q'; linear has ma, mb, k, n" in said
-    assert "entry 5" not in said
+    message = str(caught.value)
+    assert "no module 'block.*.up'" in message and "blocks.0.up" in message
+    assert "class 'Blok'" in message and "Block" in message
+    assert "no op 'liner'" in message and "aten.linear" in message
+    assert "no op there has the label 'q'; linear has ma, mb, k, n" in message
+    assert "entry 5" not in message
 
 
 def test_a_star_stands_for_one_name_and_what_is_inside_is_meant():
@@ -168,11 +178,11 @@ def test_an_axis_inside_of_nodes_is_the_last():
 
 def test_an_axis_that_splits_the_batch_splits_nothing_else():
     plan = planned("gpt", [{"axis": "dp", "size": 4, "splits": "batch"}])
-    facts = facts_of("gpt")
+    analysis = facts_of("gpt")
     picked = {op: choice["dp"] for op, choice in plan.choices("train").items() if "dp" in choice}
-    roles = [facts.signatures[op].role(name) for op, name in picked.items() if name != "fan"]
+    roles = [analysis.signatures[op].role(name) for op, name in picked.items() if name != "fan"]
     assert len(roles) > 40
-    assert all(role.atom in facts.batch for role in roles)
+    assert all(role.atom in analysis.batch for role in roles)
 
 
 def test_ops_are_split_on_a_label_on_an_axis():
@@ -182,9 +192,9 @@ def test_ops_are_split_on_a_label_on_an_axis():
 
 
 def test_without_an_axis_any_will_do():
-    without, asked = planned("gpt", []), planned("gpt", [{"module": "blocks.0.up", "split": "n"}])
+    without, constrained = planned("gpt", []), planned("gpt", [{"module": "blocks.0.up", "split": "n"}])
     assert "n" not in without.choices("train").get("blocks.0.up / linear", {}).values()
-    assert "n" in asked.choices("train")["blocks.0.up / linear"].values()
+    assert "n" in constrained.choices("train")["blocks.0.up / linear"].values()
 
 
 @pytest.mark.parametrize(("word", "size"), [("batch", 4), ("sequence", 12)])
@@ -229,28 +239,28 @@ class Stack(nn.Module):
 
 
 def test_ops_that_read_each_other_can_be_together_and_are_priced_as_they_are():
-    facts = analyse(capture(Stack(), (torch.randn(4, 16), torch.randn(4, 16)), {}).graph)
+    analysis = analyse(capture(Stack(), (torch.randn(4, 16), torch.randn(4, 16)), {}).graph)
     entries = [{"module": "layers.*", "together": True}, {"module": "layers.2", "split": "k"}]
-    found = search(facts, CLUSTER, Training(), Wishes(constraints=read_constraints(entries)))
-    picked = [found.plan.choices("train")[f"layers.{at} / linear"] for at in range(4)]
+    result = search(analysis, CLUSTER, TrainingSetup(), SearchOptions(constraints=read_constraints(entries)))
+    picked = [result.plan.choices("train")[f"layers.{at} / linear"] for at in range(4)]
     assert picked == [picked[2]] * 4
     assert "k" in picked[2].values()
-    assert found.best.solution is not None
-    assert price(facts, CLUSTER, Training(), found.plan).seconds == pytest.approx(found.best.solution.time)
+    assert result.best.solution is not None
+    assert price(analysis, CLUSTER, TrainingSetup(), result.plan).seconds == pytest.approx(result.best.solution.time)
 
 
 def test_layers_that_are_together_are_recomputed_alike_and_priced_as_they_are():
     entries = [{"module": "blocks.*", "together": True}, {"module": "blocks.1.attn", "recompute": True}]
-    found = searched("gpt", entries)
-    assert found.plan.entries["train"][0].recompute == ("blocks.0.attn", "blocks.1.attn")
-    assert found.best.solution is not None
-    seconds = price(facts_of("gpt"), CLUSTER, Training(), found.plan).seconds
-    assert seconds == pytest.approx(found.best.solution.time)
+    result = searched("gpt", entries)
+    assert result.plan.entries["train"][0].recompute == ("blocks.0.attn", "blocks.1.attn")
+    assert result.best.solution is not None
+    seconds = price(facts_of("gpt"), CLUSTER, TrainingSetup(), result.plan).seconds
+    assert seconds == pytest.approx(result.best.solution.time)
 
 
 def test_memory_is_kept_to():
-    free, held = searched("gpt", [DATA], cluster=TWO), searched("gpt", [DATA, {"memory": SHORT}], cluster=TWO)
-    before, after = (price(facts_of("gpt"), TWO, Training(), found.plan) for found in (free, held))
+    free, limited = searched("gpt", [DATA], cluster=TWO), searched("gpt", [DATA, {"memory": SHORT}], cluster=TWO)
+    before, after = (price(facts_of("gpt"), TWO, TrainingSetup(), result.plan) for result in (free, limited))
     assert before.memory.peak > SHORT >= after.memory.peak
     assert before.seconds < after.seconds
 
@@ -274,10 +284,10 @@ def test_what_must_not_be_is_not_recomputed():
 
 def test_a_level_is_not_exceeded():
     free = planned("gpt", [DATA], cluster=TWO, memory=530e3)
-    assert level_of(free.storage["blocks.1.up.weight"]) >= 1
-    held = planned("gpt", [DATA, {"class": "Block", "op": "linear", "zero": 0}], cluster=TWO, memory=530e3)
-    assert level_of(held.storage["blocks.1.up.weight"]) == 0
-    assert level_of(held.storage["wte.weight"]) >= 1  # others make up for it
+    assert zero_level(free.storage["blocks.1.up.weight"]) >= 1
+    limited = planned("gpt", [DATA, {"class": "Block", "op": "linear", "zero": 0}], cluster=TWO, memory=530e3)
+    assert zero_level(limited.storage["blocks.1.up.weight"]) == 0
+    assert zero_level(limited.storage["wte.weight"]) >= 1  # others make up for it
 
 
 # -- clashes ----------------------------------------------------------------------------
@@ -311,10 +321,10 @@ def test_a_smallest_clashing_set_is_named(entries, expected):
 def test_a_clash_says_what_to_change():
     with pytest.raises(PlanError) as caught:
         planned("gpt", CLASHES[7][0])
-    said = str(caught.value)
-    assert "there are 4 devices, 4 on a node" in said
-    assert "n.0 has 3 in blocks.0.attn.qkv / linear" in said
-    assert "without any one of them there is a plan" in said
+    message = str(caught.value)
+    assert "there are 4 devices, 4 on a node" in message
+    assert "n.0 has 3 in blocks.0.attn.qkv / linear" in message
+    assert "without any one of them there is a plan" in message
     with pytest.raises(PlanError, match=r"1KiB.*\n.*at least .* KiB are needed"):
         planned("gpt", [{"memory": "1KiB"}])
 
@@ -322,21 +332,23 @@ def test_a_clash_says_what_to_change():
 def test_the_memory_of_a_device_may_be_what_clashes():
     with pytest.raises(PlanError) as caught:
         planned("gpt", [{"zero": 0}, {"axis": "dp", "size": 4, "splits": "batch"}], memory=250e3)
-    said = str(caught.value)
-    assert "the memory that is asked for: 244.1 KiB" in said and "entry 1" in said and "entry 2" in said
+    message = str(caught.value)
+    assert "the memory that is asked for: 244.1 KiB" in message and "entry 1" in message and "entry 2" in message
     with pytest.raises(PlanError, match="does not fit: the leanest plan"):
         planned("gpt", [{"module": "head", "zero": 1}], memory=1024.0)
 
 
 def frame_of(name):
-    return lambda constraints: Frame(facts_of(name), CLUSTER, Training(), bind(constraints, facts_of(name)))
+    return lambda constraints: SearchContext(
+        facts_of(name), CLUSTER, TrainingSetup(), bind(constraints, facts_of(name))
+    )
 
 
 def test_out_of_time_it_says_that_there_may_be_less():
     constraints = read_constraints([{"zero": 1}, {"axis": "tp", "size": 3}])
-    found = find_clash(constraints, frame_of("mlp"), seconds=-1.0)
-    assert found is not None and len(found.items) == 2
-    assert "may have no part in it" in str(found)
+    clash = find_clash(constraints, frame_of("mlp"), seconds=-1.0)
+    assert clash is not None and len(clash.items) == 2
+    assert "may have no part in it" in str(clash)
 
 
 POOL = [
@@ -351,14 +363,14 @@ POOL = [
 @given(st.lists(st.sampled_from(POOL), min_size=2, max_size=6, unique_by=str))
 def test_what_is_named_clashes_and_nothing_less_does(entries):
     constraints = read_constraints(entries, classes_of("mlp"))
-    found = find_clash(constraints, frame_of("mlp"))
-    if found is None:
+    clash = find_clash(constraints, frame_of("mlp"))
+    if clash is None:
         return
-    assert found.smallest
-    for item in found.items:
-        rest = tuple(held for held in found.items if held is not item)
+    assert clash.smallest
+    for item in clash.items:
+        rest = tuple(other for other in clash.items if other is not item)
         assert find_clash(Constraints(items=rest, classes=constraints.classes), frame_of("mlp")) is None
-    assert find_clash(found.constraints, frame_of("mlp")) is not None
+    assert find_clash(clash.constraints, frame_of("mlp")) is not None
 
 
 # -- the doors --------------------------------------------------------------------------
@@ -400,8 +412,8 @@ def test_constraints_are_for_the_search():
         sw.plan(case.module, example=case.args, plan="tp=2", constraints=[{"axis": "tp"}])
     with pytest.raises(InputError, match="not over parts"):
         sw.parallelize(case.module, parts=["up"], constraints=[{"axis": "tp"}])
-    with pytest.raises(PlanError, match='inputs="rows" every axis splits the batch'):
-        sw.plan(case.module, example=case.args, cluster=2, inputs="rows", constraints=[{"axis": "tp"}])
+    with pytest.raises(PlanError, match='inputs="per_replica" every axis splits the batch'):
+        sw.plan(case.module, example=case.args, cluster=2, inputs="per_replica", constraints=[{"axis": "tp"}])
 
 
 def test_the_command_line_takes_a_file(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.plan.folding import cover, module_of, uncover
-from shardwright.plan.segments import Line
+from shardwright.plan.stages import OpSequence
 from tests.plan.graphs import facts_of
 
 LAYERS = [f"blocks.{number}.{part} / linear" for number in range(8) for part in ("up", "down")]
@@ -68,10 +68,10 @@ def test_names_that_nothing_has_are_all_named():
 
 @pytest.mark.parametrize("name", ["gpt", "masked", "unet", "repeated", "resnet", "regularized", "hf_t5", "gpt_deep"])
 def test_parts_of_a_model_are_found_again(name):
-    line, drawn = Line(facts_of(name, 12)), random.Random(name)
+    line, drawn = OpSequence(facts_of(name, 12)), random.Random(name)
     names = [op.name for op in line.graph.ops]
     for count in (2, 3, 5):
         parts = line.parts(sorted(drawn.sample(range(1, len(line.ops)), count - 1)))
         for number, part in enumerate(parts):
-            others = [op for at, held in enumerate(parts) if at != number for op in held]
+            others = [op for at, ops in enumerate(parts) if at != number for op in ops]
             assert uncover(cover(part, others), names) == list(part)

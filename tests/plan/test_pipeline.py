@@ -12,26 +12,26 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
-from shardwright.plan import Plan, read_request
+from shardwright.plan import Plan, parse_plan_string
 from shardwright.plan.file import load, read
 from shardwright.plan.pipeline import (
     MB,
+    build_pipeline,
     check_microbatches,
     continue_pipeline,
-    draw_pipeline,
     microbatches_of,
     schedule_of,
     timed,
     usual_microbatches,
 )
-from shardwright.plan.segments import Line, cut_graph
+from shardwright.plan.stages import OpSequence, split_graph
 from shardwright.rules import analyse
 from tests.layout.drawn import mesh_of
 from tests.plan.graphs import facts_of, graph_of
 
 
 def plan_of(text: str, name: str = "gpt", microbatches: int | None = 2, batch: int = 12) -> Plan:
-    return draw_pipeline(graph_of(name, batch), read_request(text), facts_of(name, batch), "", microbatches)
+    return build_pipeline(graph_of(name, batch), parse_plan_string(text), facts_of(name, batch), "", microbatches)
 
 
 def devices(plan: Plan) -> list[tuple[int, ...]]:
@@ -57,7 +57,7 @@ def test_segments_are_on_the_devices_that_the_schedule_wants(text, wanted):
 
     assert devices(plan) == wanted
     assert plan.is_pipeline
-    assert plan.size == len({device for held in wanted for device in held})
+    assert plan.size == len({device for pp_rank in wanted for device in pp_rank})
     assert schedule_of(plan).holders == tuple(wanted)
 
 
@@ -88,7 +88,7 @@ def test_unequal_stages_use_what_they_have():
 def test_the_storage_of_unequal_stages_is_that_of_all(text):
     plan = plan_of(text)
 
-    assert plan.storage and all(held == (("dp", int(text[-1])),) for held in plan.storage.values())
+    assert plan.storage and all(levels == (("dp", int(text[-1])),) for levels in plan.storage.values())
 
 
 def test_layers_that_are_run_again_are_those_of_the_segment():
@@ -123,7 +123,7 @@ def test_without_a_word_there_are_about_four_a_stage(batch, stages, replicas, wa
 
 
 @pytest.mark.parametrize(
-    ("batch", "count", "replicas", "said"),
+    ("batch", "count", "replicas", "message"),
     [
         (4, 3, 1, "a batch of 4 does not divide into 3 microbatches; 1, 2, 4 would do"),
         (4, 8, 1, r"8 microbatches are more than the batch has rows \(4\); use 4 at most"),
@@ -134,12 +134,12 @@ def test_without_a_word_there_are_about_four_a_stage(batch, stages, replicas, wa
         (None, 1, 1, None),
     ],
 )
-def test_numbers_that_do_not_divide_are_refused_with_those_that_do(batch, count, replicas, said):
+def test_numbers_that_do_not_divide_are_refused_with_those_that_do(batch, count, replicas, message):
     graph = dataclasses.replace(graph_of("mlp"), batch=batch)
-    if said is None:
+    if message is None:
         check_microbatches(graph, count, replicas, local=False)
         return
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_microbatches(graph, count, replicas, local=False)
 
 
@@ -182,18 +182,18 @@ class Modes(nn.Module):
 
 
 def test_ops_that_the_first_entry_lacks_are_with_what_they_read():
-    facts = [
+    analysis = [
         analyse(capture(Modes().train(training), (torch.randn(4, 6),), {}, entry=entry).graph)
         for training, entry in ((True, "train"), (False, "eval"))
     ]
-    plan = draw_pipeline(facts[0].graph, read_request("pp=3"), facts[0], "", 2)
+    plan = build_pipeline(analysis[0].graph, parse_plan_string("pp=3"), analysis[0], "", 2)
 
-    parts = continue_pipeline(plan, facts[1]).entries["eval"]
+    parts = continue_pipeline(plan, analysis[1]).entries["eval"]
 
     home = {op: number for number, part in enumerate(parts) for op in part.choices}
     assert home["a / linear"] == 0 and home["/ cos"] == home["c / linear"] == 2
     assert home["/ sin"] == home["/ tanh.1"]
-    cut = cut_graph(Line(facts[1]), [tuple(part.choices) for part in parts])
+    cut = split_graph(OpSequence(analysis[1]), [tuple(part.choices) for part in parts])
     assert cut.edges == {(0, 1), (1, 2)}
 
 
@@ -223,7 +223,7 @@ def test_so_is_one_of_a_model_whose_ops_are_mostly_its_own(name):
 
 
 def test_microbatches_alone_are_in_the_file_too():
-    plan = draw_pipeline(graph_of("mlp"), read_request("dp=2"), facts_of("mlp"), "", 2)
+    plan = build_pipeline(graph_of("mlp"), parse_plan_string("dp=2"), facts_of("mlp"), "", 2)
     data = json.loads(plan.to_json())
 
     assert (data["microbatches"], data["schedule"], data["local"]) == (2, "1f1b", False)
@@ -236,13 +236,13 @@ def test_the_file_says_who_runs_what_by_module():
     first, second = data["entries"]["train"]
 
     assert (first["devices"], second["devices"]) == ([0], [1])
-    assert any(said.startswith("blocks.0-") for said in first["ops"])
+    assert any(name.startswith("blocks.0-") for name in first["ops"])
     assert "wte" in first["ops"] and "head" in second["ops"]
     assert data["schedule"] == "1f1b"
 
 
 def layers_of(plan: Plan) -> list[set[int]]:
-    return [{int(found[1]) for op in s.choices if (found := re.match(r"blocks\.(\d+)", op))} for s in plan.segments]
+    return [{int(match[1]) for op in s.choices if (match := re.match(r"blocks\.(\d+)", op))} for s in plan.segments]
 
 
 def edited(change) -> str:
@@ -265,7 +265,9 @@ def test_layers_may_be_moved_by_hand():
     moved = read(edited(move), graph_of("gpt_deep", 12))
 
     assert layers_of(moved) == [{0, 1, 2}, set(range(3, 13))]
-    assert cut_graph(Line(facts_of("gpt_deep", 12)), [tuple(s.choices) for s in moved.segments]).edges == {(0, 1)}
+    assert split_graph(OpSequence(facts_of("gpt_deep", 12)), [tuple(s.choices) for s in moved.segments]).edges == {
+        (0, 1)
+    }
 
 
 FAULTS = {
@@ -292,7 +294,7 @@ FAULTS = {
     ),
     "a device in two meshes": (
         lambda data, first, second: second.update(mesh={"dp": 2}, devices=[0, 1]),
-        "device 0 is in the meshes one device and dp=2; all segments of a device have one mesh",
+        "device 0 is in the meshes one device and dp=2; all stages of a device share a mesh",
     ),
     "a device that there is not": (
         lambda data, first, second: second.update(devices=[7]),
@@ -307,14 +309,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_a_file_that_was_edited_are_named(fault):
-    change, said = FAULTS[fault]
+    change, message = FAULTS[fault]
 
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         read(edited(change), graph_of("gpt_deep", 12), "plan.json")
 
 
 @pytest.mark.parametrize(
-    ("text", "schedule", "said"),
+    ("text", "schedule", "message"),
     [
         ("pp=2", "zbb", "there is no schedule 'zbb'; the known ones are gpipe"),
         ("pp=2", "interleaved", "interleaved has segments on devices 0, 1, 0, 1, and the plan on 0, 1; name another"),
@@ -322,8 +324,8 @@ def test_faults_of_a_file_that_was_edited_are_named(fault):
         ("pp=2,interleaved", "zbv", "zbv has segments on devices 0, 1, 1, 0, and the plan on 0, 1, 0, 1; name another"),
     ],
 )
-def test_a_schedule_that_does_not_fit_the_segments_is_refused(text, schedule, said):
+def test_a_schedule_that_does_not_fit_the_segments_is_refused(text, schedule, message):
     plan = dataclasses.replace(plan_of(text), schedule=schedule)
 
-    with pytest.raises(ShardwrightError, match=said):
+    with pytest.raises(ShardwrightError, match=message):
         schedule_of(plan)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardwright.errors import PlanError
-from shardwright.plan import Draft, draw, read_request
+from shardwright.plan import PlanBuilder, build_plan, parse_plan_string
 from shardwright.plan.file import load
 from shardwright.plan.folding import fold, unfold
 from tests.layout.drawn import mesh_of
@@ -15,7 +15,7 @@ from tests.plan.graphs import facts_of, graph_of
 
 
 def plan_of(text: str, name: str = "gpt"):
-    return draw(graph_of(name), read_request(text), facts_of(name))
+    return build_plan(graph_of(name), parse_plan_string(text), facts_of(name))
 
 
 @pytest.mark.parametrize("text", ["dp=2", "tp=2", "sp=2", "zero3=2,tp=2"])
@@ -44,22 +44,22 @@ def test_the_file_is_the_same_text_every_time():
 
 def test_folding_and_unfolding_are_inverse_where_layers_differ():
     names = [f"blocks.{i}.{part}" for i in range(3) for part in ("up", "down")]
-    held = {name: {"tp": "n"} for name in names} | {"blocks.1.up": {"tp": "k"}}
+    choices = {name: {"tp": "n"} for name in names} | {"blocks.1.up": {"tp": "k"}}
 
-    folded = fold(held)
+    folded = fold(choices)
 
     assert folded["blocks.*.down"] == {"tp": "n"}
     assert folded["blocks.1.up"] == {"tp": "k"}
-    assert unfold(folded, names) == held
+    assert unfold(folded, names) == choices
 
 
 def test_a_layer_that_is_left_alone_stays_alone_after_a_round_trip(tmp_path):
     """Only the first block is split: a star would split the second one too."""
-    facts = facts_of("gpt")
-    draft = Draft(graph_of("gpt"), mesh_of(tp=2), facts)
-    op = next(op for op in draft.ops if op.name == "blocks.0.up / linear")
-    draft.split(op, draft.mesh.axes[0], next(role for role in draft.roles(op) if role.name == "n"))
-    plan = draft.finish("mine")
+    analysis = facts_of("gpt")
+    builder = PlanBuilder(graph_of("gpt"), mesh_of(tp=2), analysis)
+    op = next(op for op in builder.ops if op.name == "blocks.0.up / linear")
+    builder.split(op, builder.mesh.axes[0], next(role for role in builder.roles(op) if role.name == "n"))
+    plan = builder.finish("mine")
 
     plan.save(tmp_path / "plan.json")
 
@@ -98,11 +98,11 @@ def test_every_fault_of_a_file_is_named_at_once(tmp_path):
     with pytest.raises(PlanError) as error:
         load(path, graph_of("gpt"))
 
-    said = str(error.value)
+    message = str(error.value)
     for fault in ("'storage' is missing", "'colour' is unknown", "'notes' should be a list", "version 99"):
-        assert fault in said
-    assert "'tp' has size 0" in said
-    assert "entry 'train'" in said
+        assert fault in message
+    assert "'tp' has size 0" in message
+    assert "entry 'train'" in message
 
 
 @pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])

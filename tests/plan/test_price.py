@@ -20,36 +20,36 @@ def predicted(plan, **more):
     return make_plan(module, example=(args, kwargs), plan=plan, cluster="4xA100-80GB", **more).predicted["train"]
 
 
-def total(said, key, *, beside, when=("forward", "backward")):
-    return sum(sent[key] for sent in said["sent"] if sent["beside"] == beside and sent["when"] in when)
+def total(prediction, key, *, beside, when=("forward", "backward")):
+    return sum(sent[key] for sent in prediction["sent"] if sent["beside"] == beside and sent["when"] in when)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_sent_adds_up_to_the_communication_of_a_step(plan, accumulate):
-    said = predicted(plan, accumulate=accumulate)
+    prediction = predicted(plan, accumulate=accumulate)
 
     near = {"rel": 2e-3, "abs": 1e-9}  # numbers in a plan file have four digits
-    assert total(said, "seconds", beside=False) == pytest.approx(said["waited"], **near)
-    assert total(said, "seconds", beside=True) == pytest.approx(said["beside"], **near)
-    shows = total(said, "seconds", beside=True) - total(said, "hidden", beside=True)
-    assert shows == pytest.approx(said["exposed"], **near)
-    parts = said["compute"] + said["waited"] + said["exposed"] + said["update"]
-    assert parts == pytest.approx(said["seconds"], **near)
+    assert total(prediction, "seconds", beside=False) == pytest.approx(prediction["waited"], **near)
+    assert total(prediction, "seconds", beside=True) == pytest.approx(prediction["beside"], **near)
+    shows = total(prediction, "seconds", beside=True) - total(prediction, "hidden", beside=True)
+    assert shows == pytest.approx(prediction["exposed"], **near)
+    parts = prediction["compute"] + prediction["waited"] + prediction["exposed"] + prediction["update"]
+    assert parts == pytest.approx(prediction["seconds"], **near)
 
 
 def test_memory_by_kind_adds_up_to_the_peak():
-    said = predicted("zero3=2,tp=2")["memory"]
-    assert sum(size for kind, size in said.items() if kind != "peak") == pytest.approx(said["peak"], abs=8)
+    memory = predicted("zero3=2,tp=2")["memory"]
+    assert sum(size for kind, size in memory.items() if kind != "peak") == pytest.approx(memory["peak"], abs=8)
 
 
 def test_ops_of_equal_layers_are_said_once_and_the_dearest_first():
-    said = predicted("dp=2,tp=2")
-    names = [op["name"] for op in said["ops"]]
+    prediction = predicted("dp=2,tp=2")
+    names = [op["name"] for op in prediction["ops"]]
     assert len(names) == len(set(names)) == 5
-    seconds = [op["seconds"] for op in said["ops"]]
+    seconds = [op["seconds"] for op in prediction["ops"]]
     assert seconds == sorted(seconds, reverse=True)
-    assert next(op for op in said["ops"] if "*" in op["name"])["count"] == 2  # layers of this gpt
+    assert next(op for op in prediction["ops"] if "*" in op["name"])["count"] == 2  # layers of this gpt
 
 
 def test_axes_say_what_they_split_and_over_which_links():
@@ -61,23 +61,23 @@ def test_axes_say_what_they_split_and_over_which_links():
 
 def test_the_search_says_what_became_of_every_mesh_and_what_it_left_out():
     module, args, kwargs = ZOO["gpt"]()
-    found = make_plan(module, example=(args, kwargs), cluster="8xA100-80GB", constraints=FLAT)
-    meshes = found.predicted["train"]["meshes"]
+    plan = make_plan(module, example=(args, kwargs), cluster="8xA100-80GB", constraints=FLAT)
+    meshes = plan.predicted["train"]["meshes"]
 
     assert {mesh["mesh"] for mesh in meshes} == {"8", "4 x 2", "2 x 4"}
     assert [mesh["outcome"] for mesh in meshes].count("chosen") == 1
     best = next(mesh for mesh in meshes if mesh["outcome"] == "chosen")["seconds"]
-    assert best == pytest.approx(found.predicted["train"]["seconds"], rel=1e-3)
+    assert best == pytest.approx(plan.predicted["train"]["seconds"], rel=1e-3)
     for mesh in meshes:
         if mesh["outcome"] == "slower":
             assert mesh["seconds"] >= best
         if mesh["outcome"] == "bounded":
             assert mesh["bound"] >= best * 0.99
-    assert "the search: meshes with three axes were not looked at" in found.notes
+    assert "the search: meshes with three axes were not looked at" in plan.notes
 
 
 def test_a_plan_file_is_the_same_every_time():
     module, args, kwargs = ZOO["gpt"]()
     texts = {make_plan(module, example=(args, kwargs), cluster="4xA100-80GB").to_json() for _ in range(2)}
     assert len(texts) == 1
-    json.loads(texts.pop(), parse_constant=lambda held: pytest.fail(f"{held} is no JSON"))
+    json.loads(texts.pop(), parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))

@@ -13,7 +13,7 @@ import shardwright as sw
 from shardwright.capture import capture
 from shardwright.errors import PlanError
 from shardwright.lower import lower
-from shardwright.plan import draw, layers_of, read_request, regions_of
+from shardwright.plan import build_plan, layers_of, parse_plan_string, regions_of
 from shardwright.plan.file import load
 from shardwright.report import diff, read_plan
 from tests.plan.graphs import deep_gpt, facts_of, graph_of
@@ -21,7 +21,7 @@ from tests.plan.recomputing import plan_of
 
 
 def drawn(name, text):
-    return draw(graph_of(name), read_request(text), facts_of(name))
+    return build_plan(graph_of(name), parse_plan_string(text), facts_of(name))
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_the_word_in_a_plan_string_names_all_layers_and_stays_in_the_policy():
 
     assert plan.entries["train"][0].recompute == ("blocks.0", "blocks.1")
     assert plan.policy == "dp=2,tp=2,recompute"
-    assert read_request(plan.policy).recompute
-    assert str(read_request("recompute")) == "single,recompute"
+    assert parse_plan_string(plan.policy).recompute
+    assert str(parse_plan_string("recompute")) == "single,recompute"
 
 
 def test_a_number_for_the_word_is_refused():
     with pytest.raises(PlanError, match="'dp=2,recompute=3' gives recompute a number"):
-        read_request("dp=2,recompute=3")
+        parse_plan_string("dp=2,recompute=3")
 
 
 def test_a_model_without_layers_is_refused():
@@ -57,7 +57,7 @@ def test_a_model_without_layers_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("paths", "said"),
+    ("paths", "folded"),
     [
         ([f"blocks.{at}" for at in range(4)], ["blocks.*"]),
         ([f"blocks.{at}.attn" for at in range(4)], ["blocks.*.attn"]),
@@ -66,12 +66,12 @@ def test_a_model_without_layers_is_refused():
         (["blocks"], ["blocks"]),
     ],
 )
-def test_the_file_has_a_star_where_all_layers_do_it(tmp_path, paths, said):
+def test_the_file_has_a_star_where_all_layers_do_it(tmp_path, paths, folded):
     graph, path = deep_gpt(4), tmp_path / "plan.json"
     plan = plan_of(graph, "dp=2", *paths)
     plan.save(path)
 
-    assert json.loads(path.read_text())["entries"]["train"][0]["recompute"] == said
+    assert json.loads(path.read_text())["entries"]["train"][0]["recompute"] == folded
     assert load(path, graph).entries["train"][0].recompute == tuple(paths)
     assert not diff(plan, read_plan(path))
     assert read_plan(path).to_json() == plan.to_json()

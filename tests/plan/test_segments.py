@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.capture import Captured, capture, run
+from shardwright.capture import CapturedGraph, capture, run
 from shardwright.cost import flops
 from shardwright.errors import PlanError
-from shardwright.plan.segments import Cut, Line, balanced, cut_graph
+from shardwright.plan.stages import OpSequence, StagedGraph, balanced, split_graph
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of
@@ -25,17 +25,17 @@ from tests.plan.graphs import facts_of
 D = 6
 
 
-def line_of(module: nn.Module, *args: Tensor) -> Line:
-    return Line(analyse(capture(module, args, {}).graph))
+def line_of(module: nn.Module, *args: Tensor) -> OpSequence:
+    return OpSequence(analyse(capture(module, args, {}).graph))
 
 
-def place(line: Line, name: str) -> int:
+def place(line: OpSequence, name: str) -> int:
     return line.place[name]
 
 
-def cut_before(line: Line, *names: str) -> Cut:
+def cut_before(line: OpSequence, *names: str) -> StagedGraph:
     """The line cut before the ops of these names."""
-    return cut_graph(line, line.parts([place(line, name) for name in names]))
+    return split_graph(line, line.parts([place(line, name) for name in names]))
 
 
 def names_of(graph) -> set[str]:
@@ -46,8 +46,8 @@ def keys_of(graph) -> set[str]:
     return {parameter.key for parameter in graph.parameters}
 
 
-def crossing(cut: Cut) -> set[tuple[str, int, int]]:
-    return {(held.value, held.giver, held.taker) for held in cut.crossings}
+def crossing(cut: StagedGraph) -> set[tuple[str, int, int]]:
+    return {(sent.value, sent.giver, sent.taker) for sent in cut.crossings}
 
 
 def x() -> Tensor:
@@ -91,9 +91,9 @@ def test_constants_and_what_inputs_or_parameters_alone_decide_are_run_where_they
         {"c.weight"},
         {"a.weight", "d.weight"},
     ]
-    made = {held.value for held in cut.crossings}
-    assert len(made) == 2, "only what is on the line is sent"
-    assert all(line.graph.producer[name].name in line.place for name in made)
+    crossed = {sent.value for sent in cut.crossings}
+    assert len(crossed) == 2, "only what is on the line is sent"
+    assert all(line.graph.producer[name].name in line.place for name in crossed)
 
 
 class Drawing(Net):
@@ -131,14 +131,14 @@ def test_a_cheap_op_whose_inputs_are_at_hand_is_run_again_instead_of_sent():
     cut = cut_before(line_of(Twice(alone=False), x()), "c / linear")
 
     assert ["/ tanh" in names_of(graph) for graph in cut.graphs] == [True, True]
-    assert {held.value for held in cut.crossings} == {"h", "y"}
+    assert {sent.value for sent in cut.crossings} == {"h", "y"}
 
 
 def test_else_it_is_sent():
     cut = cut_before(line_of(Twice(alone=True), x()), "c / linear")
 
     assert ["/ tanh" in names_of(graph) for graph in cut.graphs] == [True, False]
-    assert {held.value for held in cut.crossings} == {"again", "y"}
+    assert {sent.value for sent in cut.crossings} == {"again", "y"}
 
 
 class Skipping(Net):
@@ -168,8 +168,8 @@ class Spare(Net):
 def test_parameters_that_nobody_reads_are_held_somewhere():
     cut = cut_before(line_of(Spare(), x()), "b / linear")
 
-    held = [key for graph in cut.graphs for key in keys_of(graph)]
-    assert sorted(held) == ["a.weight", "b.weight", "c.weight", "d.weight"]
+    stored = [key for graph in cut.graphs for key in keys_of(graph)]
+    assert sorted(stored) == ["a.weight", "b.weight", "c.weight", "d.weight"]
 
 
 class Tied(Net):
@@ -204,7 +204,7 @@ def test_outputs_leave_from_where_they_are_made():
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5", "masked"])
 def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
-    line = Line(facts_of(name, 12))
+    line = OpSequence(facts_of(name, 12))
 
     for at in range(len(line.ops)):
         before = {value for op in line.ops[:at] for value in op.outputs}
@@ -214,7 +214,7 @@ def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5"])
 def test_places_are_where_less_crosses_than_around_them_and_never_where_more_does(name):
-    line = Line(facts_of(name, 12))
+    line = OpSequence(facts_of(name, 12))
 
     assert line.places == tuple(sorted(set(line.places)))
     assert all(0 < at < len(line.ops) for at in line.places)
@@ -228,7 +228,7 @@ def test_places_are_where_less_crosses_than_around_them_and_never_where_more_doe
 class Biased(nn.Module):
     def __init__(self, *widths: int) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(one, other) for one, other in itertools.pairwise(widths))
+        self.a, self.b, self.c = (nn.Linear(width, other) for width, other in itertools.pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.b(self.a(x).tanh()).tanh()).sum()
@@ -248,7 +248,7 @@ def test_the_first_op_may_be_a_segment_of_its_own():
 
 
 def test_a_block_of_a_gpt_may_be_cut_from_the_next():
-    line = Line(facts_of("gpt", 12))
+    line = OpSequence(facts_of("gpt", 12))
 
     assert place(line, "blocks.1.ln1 / layer_norm") in line.places
 
@@ -272,7 +272,7 @@ def test_regions_that_the_user_checkpoints_are_not_cut():
 
 
 def test_more_segments_than_places_are_refused_with_the_number():
-    line = Line(facts_of("mlp"))
+    line = OpSequence(facts_of("mlp"))
     most = len(line.places) + 1
 
     assert len(balanced(line, [1.0] * len(line.ops), most)) == most - 1
@@ -298,7 +298,7 @@ def test_a_graph_that_can_not_be_cut_says_so():
 
 @pytest.mark.parametrize("cuts", [(0,), (3, 3), (3, 2), (99,)])
 def test_parts_that_would_be_empty_are_refused(cuts):
-    line = Line(facts_of("mlp"))
+    line = OpSequence(facts_of("mlp"))
 
     with pytest.raises(PlanError, match=rf"a line of {len(line.ops)} ops can't be cut at"):
         line.parts(cuts)
@@ -309,7 +309,7 @@ def test_a_segment_that_reads_from_a_later_one_is_refused_with_both_ops():
     first, second = line.parts([place(line, "c / linear")])
 
     with pytest.raises(PlanError, match=r"/ tanh .*is in segment 0 and reads h, which a / linear .*later segment 1"):
-        cut_graph(line, [[name for name in first if name != "a / linear"], [*second, "a / linear"]])
+        split_graph(line, [[name for name in first if name != "a / linear"], [*second, "a / linear"]])
 
 
 # The pieces together are the whole.
@@ -318,28 +318,38 @@ MODELS = ("gpt", "masked", "unet", "repeated", "regularized", "resnet", "lora", 
 
 
 @lru_cache
-def captured_of(name: str) -> tuple[Captured, Line, dict[str, Tensor], dict[str, Tensor]]:
+def captured_of(name: str) -> tuple[CapturedGraph, OpSequence, dict[str, Tensor], dict[str, Tensor]]:
     case = ZOO[name](dtype=torch.float64)
-    held = capture(case.module, case.args, case.kwargs)
-    given = dict(zip([i.value for i in held.graph.inputs], held.flatten(case.args, case.kwargs), strict=True))
+    captured = capture(case.module, case.args, case.kwargs)
+    inputs = dict(zip([i.value for i in captured.graph.inputs], captured.flatten(case.args, case.kwargs), strict=True))
     state = dict(case.module.named_parameters(remove_duplicate=False))
     state |= dict(case.module.named_buffers(remove_duplicate=False))
-    return held, Line(analyse(held.graph)), given, state
+    return captured, OpSequence(analyse(captured.graph)), inputs, state
 
 
-def run_in_pieces(cut: Cut, held: Captured, given: dict[str, Tensor], state: dict[str, Tensor]):
+def run_in_pieces(cut: StagedGraph, captured: CapturedGraph, arguments: dict[str, Tensor], state: dict[str, Tensor]):
     """Segments one after the other, each with nothing but what it takes: outputs in order, and updated buffers."""
     sent: dict[tuple[str, int], Tensor] = {}
     outputs: list[Tensor | None] = [None] * len(cut.outputs)
     updates: dict[str, Tensor] = {}
     for number, graph in enumerate(cut.graphs):
-        takes = {one.value: sent.pop((one.value, number)) for one in cut.crossings if one.taker == number}
-        inputs = [takes[one.value] if one.value in takes else given[one.value] for one in graph.inputs]
-        keys = {key for one in graph.parameters for key in one.keys} | {one.key for one in graph.buffers}
+        takes = {
+            crossing.value: sent.pop((crossing.value, number)) for crossing in cut.crossings if crossing.taker == number
+        }
+        inputs = [
+            takes[crossing.value] if crossing.value in takes else arguments[crossing.value] for crossing in graph.inputs
+        ]
+        keys = {key for crossing in graph.parameters for key in crossing.keys} | {
+            crossing.key for crossing in graph.buffers
+        }
         own = {key: tensor for key, tensor in state.items() if key in keys}
-        found, changed, values = run(replace(held, graph=graph), inputs, own, own)
-        sent |= {(one.value, one.taker): values[one.value] for one in cut.crossings if one.giver == number}
-        leaving = iter(found[len(graph.outputs) - cut.outputs.count(number) :])
+        results, changed, values = run(replace(captured, graph=graph), inputs, own, own)
+        sent |= {
+            (crossing.value, crossing.taker): values[crossing.value]
+            for crossing in cut.crossings
+            if crossing.giver == number
+        }
+        leaving = iter(results[len(graph.outputs) - cut.outputs.count(number) :])
         outputs = [next(leaving) if at == number else old for at, old in zip(cut.outputs, outputs, strict=True)]
         updates |= changed
     assert not sent, "what crosses is taken"
@@ -347,31 +357,31 @@ def run_in_pieces(cut: Cut, held: Captured, given: dict[str, Tensor], state: dic
 
 
 def gradients_of(outputs: list[Tensor | None], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    loss = next(held for held in outputs if held is not None)
+    loss = next(output for output in outputs if output is not None)
     trained = {key: tensor for key, tensor in state.items() if tensor.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {key: gradient for key, gradient in zip(trained, found, strict=True) if gradient is not None}
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {key: gradient for key, gradient in zip(trained, gradients, strict=True) if gradient is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_segments_one_after_the_other_compute_what_the_graph_computes(name):
-    held, line, given, state = captured_of(name)
-    wanted, changed, _ = run(held, list(given.values()), state, state)
+    captured, line, inputs, state = captured_of(name)
+    wanted, changed, _ = run(captured, list(inputs.values()), state, state)
     gradients = gradients_of(wanted, state)
     drawn = random.Random(name)
 
     for count in (2, 3, 5):
         cuts = sorted(drawn.sample(range(1, len(line.ops)), count - 1))  # anywhere, also where nobody would
-        cut = cut_graph(line, line.parts(cuts))
-        outputs, updates = run_in_pieces(cut, held, given, state)
+        cut = split_graph(line, line.parts(cuts))
+        outputs, updates = run_in_pieces(cut, captured, inputs, state)
 
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
         assert updates.keys() == changed.keys()
         assert all(torch.equal(updates[key], changed[key]) for key in changed)
-        found = gradients_of(outputs, state)
-        assert found.keys() == gradients.keys()
+        staged = gradients_of(outputs, state)
+        assert staged.keys() == gradients.keys()
         for key, gradient in gradients.items():
-            torch.testing.assert_close(found[key], gradient, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(staged[key], gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -384,7 +394,7 @@ def test_every_op_is_in_one_part_and_all_that_is_needed_is_run(name):
         parts = line.parts(cuts)
 
         assert sorted(op for part in parts for op in part) == sorted(op.name for op in line.graph.ops)
-        cut = cut_graph(line, parts)
+        cut = split_graph(line, parts)
         for part, graph in zip(parts, cut.graphs, strict=True):
             assert {op for op in part if op in line.place} <= names_of(graph)
             assert len(graph.ops) == len(names_of(graph))
@@ -394,7 +404,7 @@ def test_every_op_is_in_one_part_and_all_that_is_needed_is_run(name):
 # The balance.
 
 
-class FakeLine(Line):
+class FakeLine(OpSequence):
     """A line of numbers: what crosses before each place, all of which may be cut."""
 
     def __init__(self, crossing: list[int]) -> None:
@@ -407,12 +417,12 @@ class FakeLine(Line):
 
 def brute(weights: list[float], crossing: list[int], count: int) -> list[tuple[float, int]]:
     """(the heaviest part, what crosses) of every way to cut."""
-    found = []
+    costs = []
     for cuts in itertools.combinations(range(1, len(weights)), count - 1):
         bounds = [0, *cuts, len(weights)]
         heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-        found.append((heaviest, sum(crossing[at] for at in cuts)))
-    return found
+        costs.append((heaviest, sum(crossing[at] for at in cuts)))
+    return costs
 
 
 ops = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=9)
@@ -437,8 +447,8 @@ def test_the_heaviest_part_is_as_light_as_can_be_and_then_the_least_is_sent(draw
 
 
 def test_stages_of_a_deep_gpt_have_about_the_same_arithmetic():
-    line = Line(facts_of("gpt_deep", 12))
-    weights = [flops(line.facts.signatures[op.name]) for op in line.ops]
+    line = OpSequence(facts_of("gpt_deep", 12))
+    weights = [flops(line.analysis.signatures[op.name]) for op in line.ops]
 
     bounds = [0, *balanced(line, weights, 4), len(weights)]
 

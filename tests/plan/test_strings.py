@@ -1,13 +1,13 @@
-"""The short way to say a plan, and what is said back when it makes no sense."""
+"""Plan strings, and the errors for those that make no sense."""
 
 from __future__ import annotations
 
 import pytest
 
 from shardwright.errors import PlanError
-from shardwright.plan import read_request
-from shardwright.schedule import kind_named
-from shardwright.schedule.kinds import KINDS
+from shardwright.plan import parse_plan_string
+from shardwright.schedule import schedule_kind
+from shardwright.schedule.known import KINDS
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ from shardwright.schedule.kinds import KINDS
     ],
 )
 def test_replicas_stand_outside_and_tensor_parallelism_between_neighbours(text, mesh):
-    assert str(read_request(text).mesh) == mesh
+    assert str(parse_plan_string(text).mesh) == mesh
 
 
 def test_a_request_prints_as_it_can_be_read():
-    request = read_request("tp=2,zero3=4")
+    request = parse_plan_string("tp=2,zero3=4")
 
-    assert read_request(str(request)) == request
+    assert parse_plan_string(str(request)) == request
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_request_prints_as_it_can_be_read():
 )
 def test_a_plan_that_makes_no_sense_is_refused_with_its_text_and_a_remedy(text, why, remedy):
     with pytest.raises(PlanError) as error:
-        read_request(text)
+        parse_plan_string(text)
 
     assert repr(text) in str(error.value)
     assert why in str(error.value)
@@ -55,7 +55,7 @@ def test_a_plan_that_makes_no_sense_is_refused_with_its_text_and_a_remedy(text, 
 
 def test_a_plan_for_another_number_of_processes_names_both_and_says_how_to_start_them():
     with pytest.raises(PlanError, match=r"for 4 devices, but there are 3 processes; start 4 .*--nproc-per-node=4"):
-        read_request("dp=2,tp=2", world=3)
+        parse_plan_string("dp=2,tp=2", world=3)
 
 
 # Pipelines.
@@ -75,7 +75,7 @@ def test_a_plan_for_another_number_of_processes_names_both_and_says_how_to_start
     ],
 )
 def test_stages_have_the_devices_that_the_other_axes_say_or_those_that_are_counted_out(text, stages, mesh):
-    request = read_request(text)
+    request = parse_plan_string(text)
 
     assert request.stages == stages
     assert request.size == sum(stages)
@@ -83,7 +83,7 @@ def test_stages_have_the_devices_that_the_other_axes_say_or_those_that_are_count
 
 
 def test_the_policy_without_a_number_takes_what_a_stage_has():
-    request = read_request("pp=1+2+3,zero1")
+    request = parse_plan_string("pp=1+2+3,zero1")
 
     parts = [[(policy, axis.name, axis.size) for policy, axis in request.parts_of(size)] for size in request.stages]
     assert parts == [[], [("zero1", "dp", 2)], [("zero1", "dp", 3)]]
@@ -91,24 +91,24 @@ def test_the_policy_without_a_number_takes_what_a_stage_has():
 
 @pytest.mark.parametrize("word", KINDS)
 def test_every_schedule_is_known_by_its_word(word):
-    request = read_request(f"pp=2,{word}")
+    request = parse_plan_string(f"pp=2,{word}")
 
     assert request.schedule == word
-    assert kind_named(request.schedule).name == word
+    assert schedule_kind(request.schedule).name == word
 
 
 @pytest.mark.parametrize(
     "text", ["pp=2", "pp=1+3,dp", "pp=2,dp=2,zb", "pp=2,interleaved=3", "pp=1+3,zero1,gpipe,recompute", "pp=4,tp=2,zbv"]
 )
 def test_a_pipeline_prints_as_it_can_be_read(text):
-    request = read_request(text)
+    request = parse_plan_string(text)
 
     assert str(request) == text
-    assert read_request(str(request)) == request
+    assert parse_plan_string(str(request)) == request
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("pp", "does not say what stages pp has; write pp=2, or pp=1+3"),
         ("pp=1", "does not say what stages pp has"),
@@ -131,14 +131,14 @@ def test_a_pipeline_prints_as_it_can_be_read(text):
         ("pp=2,zbx", "asks for 'zbx'; known are dp, tp"),
     ],
 )
-def test_a_pipeline_that_makes_no_sense_is_refused(text, said):
+def test_a_pipeline_that_makes_no_sense_is_refused(text, message):
     with pytest.raises(PlanError) as error:
-        read_request(text)
+        parse_plan_string(text)
 
     assert repr(text) in str(error.value)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_stages_count_for_the_number_of_processes():
     with pytest.raises(PlanError, match=r"for 4 devices, but there are 2 processes; start 4 .*--nproc-per-node=4"):
-        read_request("pp=1+3,dp", world=2)
+        parse_plan_string("pp=1+3,dp", world=2)

@@ -12,8 +12,8 @@ from torch import nn
 from shardwright.capture import capture
 from shardwright.errors import PlanError
 from shardwright.ir import Graph
-from shardwright.lower import Program, lower
-from shardwright.plan import Plan, draw, read_request
+from shardwright.lower import LoweredProgram, lower
+from shardwright.plan import Plan, build_plan, parse_plan_string
 from shardwright.rules import FAN, Analysis, analyse
 from tests.layout.drawn import mesh_of
 from tests.models.transformer import Transformer, TransformerConfig
@@ -30,16 +30,16 @@ def gpt(heads: int, groups: int | None = None, vocab: int = 64) -> tuple[Graph, 
     return graph, analyse(graph)
 
 
-def plan_of(text: str, held: tuple[Graph, Analysis]) -> Plan:
-    return draw(held[0], read_request(text), held[1])
+def plan_of(text: str, analysed: tuple[Graph, Analysis]) -> Plan:
+    return build_plan(analysed[0], parse_plan_string(text), analysed[1])
 
 
-def program_of(text: str, held: tuple[Graph, Analysis]) -> Program:
-    return lower(held[0], plan_of(text, held), held[1])
+def program_of(text: str, analysed: tuple[Graph, Analysis]) -> LoweredProgram:
+    return lower(analysed[0], plan_of(text, analysed), analysed[1])
 
 
-def layouts_of(program: Program) -> dict[str, str]:
-    return {holding.key: str(holding.layout) for holding in program.holdings}
+def layouts_of(program: LoweredProgram) -> dict[str, str]:
+    return {holding.key: str(holding.layout) for holding in program.parameters}
 
 
 @pytest.mark.parametrize(
@@ -66,28 +66,28 @@ def test_an_axis_is_refined_where_heads_can_not_be_shared_by_all_of_it(heads, gr
 
 
 def test_queries_are_cut_by_both_axes_and_keys_by_the_outer_one():
-    held = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), facts_of("hf_llama"))))
+    layouts = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), facts_of("hf_llama"))))
     layer = "model.layers.0"
 
-    assert held[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: fanned)"
-    assert held[f"{layer}.self_attn.k_proj.weight"] == "[tp0, .] (dp: fanned, tp1: fanned)"
-    assert held[f"{layer}.self_attn.v_proj.weight"] == "[tp0, .] (dp: fanned, tp1: fanned)"
-    assert held[f"{layer}.self_attn.o_proj.weight"] == "[., tp0 tp1] (dp: fanned)"
-    assert held[f"{layer}.mlp.up_proj.weight"] == "[tp0 tp1, .] (dp: fanned)"
-    assert held[f"{layer}.mlp.down_proj.weight"] == "[., tp0 tp1] (dp: fanned)"
-    assert held["model.norm.weight"] == "[.] (dp: fanned)"
+    assert layouts[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
+    assert layouts[f"{layer}.self_attn.k_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
+    assert layouts[f"{layer}.self_attn.v_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
+    assert layouts[f"{layer}.self_attn.o_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
+    assert layouts[f"{layer}.mlp.up_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
+    assert layouts[f"{layer}.mlp.down_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
+    assert layouts["model.norm.weight"] == "[.] (dp: replicate)"
 
 
 def test_two_heads_are_computed_by_pairs_and_their_product_is_shared():
     program = program_of("tp=4", gpt(2))
 
-    held = layouts_of(program)
-    assert held["blocks.0.attn.qkv.weight"] == "[tp0, .] (tp1: fanned)"
-    assert held["blocks.0.attn.proj.weight"] == "[., tp0 tp1]"
+    layouts = layouts_of(program)
+    assert layouts["blocks.0.attn.qkv.weight"] == "[tp0, .] (tp1: replicate)"
+    assert layouts["blocks.0.attn.proj.weight"] == "[., tp0 tp1]"
 
 
 def test_six_heads_are_cut_by_two_and_then_unevenly():
-    (holding,) = (h for h in program_of("tp=4", gpt(6)).holdings if h.key == "blocks.0.attn.proj.weight")
+    (holding,) = (h for h in program_of("tp=4", gpt(6)).parameters if h.key == "blocks.0.attn.proj.weight")
     sizes = {"tp0": 2, "tp1": 2}
 
     local = [
@@ -101,14 +101,14 @@ def test_what_does_not_divide_by_the_outer_axis_is_whole_along_the_inner_one():
 
 
 def test_an_axis_that_no_parameter_can_fill_is_refused_as_before():
-    graph, facts = graph_of("mlp"), facts_of("mlp")
+    graph, analysis = graph_of("mlp"), facts_of("mlp")
 
     with pytest.raises(PlanError, match="larger than every dim"):
-        draw(graph, read_request("tp=512"), facts)
+        build_plan(graph, parse_plan_string("tp=512"), analysis)
 
 
 def test_another_entry_is_refined_as_the_first_is():
-    request = read_request("dp=2,tp=4")
+    request = parse_plan_string("dp=2,tp=4")
 
     assert str(request.like(mesh_of(dp=2, tp0=2, tp1=2)).mesh) == "dp=2 x tp0=2 x tp1=2"
     assert str(request.like(mesh_of(dp=2, tp=4)).mesh) == "dp=2 x tp=4"
@@ -116,7 +116,7 @@ def test_another_entry_is_refined_as_the_first_is():
 
 
 def test_stages_of_a_pipeline_have_refined_axes_too():
-    request = read_request("pp=2,tp=4").like(mesh_of(tp0=2, tp1=2))
+    request = parse_plan_string("pp=2,tp=4").like(mesh_of(tp0=2, tp1=2))
 
     assert [str(request.mesh_of(size)) for size in request.stages] == ["tp0=2 x tp1=2"] * 2
 
@@ -138,9 +138,9 @@ class MultiQuery(nn.Module):
 
 def test_one_head_of_keys_for_all_hands_its_gradient_back_in_parts_where_the_queries_do():
     graph = capture(MultiQuery(), (torch.randn(2, 8, 32, requires_grad=True),), {}).graph
-    held = graph, analyse(graph)
-    plan, program = plan_of("tp=4", held), program_of("tp=4", held)
+    analysed = graph, analyse(graph)
+    plan, program = plan_of("tp=4", analysed), program_of("tp=4", analysed)
 
     assert plan.choices("train")["k / linear"] == {"tp": FAN}
-    assert layouts_of(program)["k.weight"] == "[., .] (tp: fanned)"
+    assert layouts_of(program)["k.weight"] == "[., .] (tp: replicate)"
     assert layouts_of(program)["norm.weight"] == "[.]", "the sum comes before it in backward"

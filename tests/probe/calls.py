@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.ir import Dtype, Op, Slot, Value
-from shardwright.rules import Call
+from shardwright.rules import OpCall
 
 
 def randn(*shape: int) -> Tensor:
@@ -24,7 +24,7 @@ def flags(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
 
 
-def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> Call:
+def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> OpCall:
     """The call of an op by its name ("linear", "sum.dim_IntList"), its floats with a gradient."""
     full = target if target.count(".") == 2 else ".".join(f"aten.{target}.default".split(".")[:3])
     space, name, overload = full.split(".")
@@ -39,7 +39,7 @@ def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> 
     inputs = tuple(value(f"x{at}", x) for at, x in enumerate(tensors))
     outputs = tuple(value(f"y{at}", y) for at, y in enumerate(made))
     read, written = (tuple(held.name for held in values) for values in (inputs, outputs))
-    return Call(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
+    return OpCall(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
 
 
 def placed(named: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], list[Tensor]]:

@@ -20,7 +20,7 @@ from shardwright.ir import Op, Slot, Value
 from shardwright.layout import Axis, Layout, Mesh
 from shardwright.probe.check import local_op, run_plain
 from shardwright.probe.discover import discover, one_op
-from shardwright.rules import Analysis, Call, Rule, analyse, find_rule
+from shardwright.rules import Analysis, OpCall, Rule, analyse, find_rule
 
 from .calls import flags, ids, make_call, randn
 
@@ -31,11 +31,11 @@ UNARY = (
 BINARY = "add.Tensor sub.Tensor mul.Tensor div.Tensor maximum minimum pow.Tensor_Tensor atan2 eq.Tensor lt.Tensor"
 
 
-def _unary(name: str) -> Callable[[], Call]:
+def _unary(name: str) -> Callable[[], OpCall]:
     return lambda: make_call(name, randn(6, 4, 8))
 
 
-def _binary(name: str) -> Callable[[], Call]:
+def _binary(name: str) -> Callable[[], OpCall]:
     return lambda: make_call(name, randn(6, 4, 8), randn(4, 1))
 
 
@@ -44,7 +44,7 @@ def m(*args, **kwargs):
 
 
 torch.manual_seed(0)
-OPS: dict[str, Callable[[], Call]] = {
+OPS: dict[str, Callable[[], OpCall]] = {
     **{name: _unary(name) for name in UNARY.split()},
     **{name: _binary(name) for name in BINARY.split()},
     "add, a number": m("add.Tensor", randn(6, 4), 2.0),
@@ -182,28 +182,28 @@ Splits = dict[tuple[tuple[tuple[Layout, ...], tuple[Layout, ...]], ...], str]
 MESHES = [Mesh(axes=(Axis(name="tp", size=parts),)) for parts in (2, 3)]
 
 
-def facts_of(call: Call, rule: Rule | None) -> Analysis:
+def facts_of(call: OpCall, rule: Rule | None) -> Analysis:
     return analyse(one_op(call), lambda call: (rule, ""))
 
 
-def splits_of(facts: Analysis) -> Splits:
+def splits_of(analysis: Analysis) -> Splits:
     """Every role by the layouts it gives."""
-    (op,) = facts.graph.ops
-    signature = facts.signatures[op.name]
+    (op,) = analysis.graph.ops
+    signature = analysis.signatures[op.name]
     return {tuple(signature.layouts({"tp": role.name}, mesh) for mesh in MESHES): role.name for role in signature.roles}
 
 
-def linear_of(facts: Analysis) -> set[frozenset[int]]:
-    (op,) = facts.graph.ops
-    inputs = facts.signatures[op.name].inputs
-    groups = facts.signatures[op.name].linear_groups()
+def linear_of(analysis: Analysis) -> set[frozenset[int]]:
+    (op,) = analysis.graph.ops
+    inputs = analysis.signatures[op.name].inputs
+    groups = analysis.signatures[op.name].linear_groups()
     return {frozenset(at for at, held in enumerate(inputs) if held.linear == group) for group in groups}
 
 
-def is_rewritten(facts: Analysis, role: str) -> bool:
+def is_rewritten(analysis: Analysis, role: str) -> bool:
     """Whether lowering makes something else of the op for this split."""
-    (op,) = facts.graph.ops
-    body = local_op(facts, op, role, MESHES[0])[0].body
+    (op,) = analysis.graph.ops
+    body = local_op(analysis, op, role, MESHES[0])[0].body
     return [local.target for local in body] != [op.target]
 
 
@@ -276,7 +276,7 @@ def test_a_call_of_real_size_is_probed_at_a_small_one():
     x, y = (value("x", (16, 2048, 4096)), value("y", (16, 2048, 32, 128)))
     arguments = (("self", Slot(0)), ("size", (16, 2048, 32, 128)))
     op = Op(name="/ view", target="aten.view.default", inputs=("x",), outputs=("y",), arguments=arguments)
-    rule, why = discover(Call(op, (x,), (y,)), run_plain)
+    rule, why = discover(OpCall(op, (x,), (y,)), run_plain)
     assert rule is not None, why
     assert rule.text == "a b (c d) ~1 -> a b c d"
     assert dict(rule.sizes) == {"a": 16, "b": 2048, "c": 32, "d": 128}
@@ -329,7 +329,7 @@ def test_a_number_that_is_a_place_stays_within_the_small_sizes():
     target = "shardwright_probe.first_rows.default"
     op = Op(name="/ f", target=target, inputs=("x",), outputs=("y",), arguments=arguments)
     gradient_free = tuple(dataclasses.replace(held, gradient=False) for held in (x, y))
-    rule, why = discover(Call(op, gradient_free[:1], gradient_free[1:]), run_plain)
+    rule, why = discover(OpCall(op, gradient_free[:1], gradient_free[1:]), run_plain)
     assert rule is not None, why
     assert rule.text == "b^ a ~1 -> b^ a"
 

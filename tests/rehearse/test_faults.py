@@ -5,48 +5,56 @@ import torch
 from examples.gpt import GPT, GPTConfig
 
 from shardwright.rehearse import rehearse
-from shardwright.runtime import blocks, buckets, comm, linears, nearby, zero
+from shardwright.runtime.algorithms import linears
+from shardwright.runtime.collectives import blocks, comm, process_group
+from shardwright.runtime.parameters import buckets, zero3
 
-gather_unit, stack_up = zero.Zero3.open, blocks.unstack
+gather_unit, stack_up = zero3.Zero3.open, blocks.unstack
 
 
-def unchanged(x, *rest):
+def unchanged(x, *rest, **named):
     return x
 
 
-def own_part(x, dim, group, cut=None):
-    return comm.take(x, dim, group, cut)
+def own_part(x, dim, group, sharding=None, **named):
+    return comm.shard(x, dim, group, sharding)
 
 
-def first_part(x, dim, group, cut=None):
+def first_part(x, dim, group, sharding=None, **named):
     return x.narrow(dim, 0, x.shape[dim] // group.size)
 
 
 def sums_nothing(tensor, group, *rest):
-    return nearby.DONE
+    return process_group.DONE
 
 
 FAULTS = {
-    "a sum over tp is left out": ("tp=8", [(comm, "fan_in", unchanged), (comm, "fan_in_", unchanged)]),
+    "a sum over tp is left out": ("tp=8", [(comm, "all_reduce", unchanged), (comm, "all_reduce_", unchanged)]),
     "the backward of a linear does not sum": (
         "tp=8",
-        [(linears.comm, "begin_all_reduce", lambda x, group, *rest: lambda: x)],
+        [(linears.comm, "all_reduce_async", lambda x, group, *rest: lambda: x)],
     ),
     "a reduce_scatter does not sum": ("sp=8", [(comm, "reduce_scatter", own_part)]),
     "the backward of a gathering linear does not sum": (
         "sp=8",
-        [(linears.comm, "begin_reduce_scatter", lambda x, dim, group, cut: lambda: comm._take(x, dim, group, cut))],
+        [
+            (
+                linears.comm,
+                "reduce_scatter_async",
+                lambda x, dim, group, sharding: lambda: comm._shard(x, dim, group, sharding),
+            )
+        ],
     ),
-    "gradients are not summed over replicas": ("dp=8", [(buckets.nearby, "all_reduce", sums_nothing)]),
-    "all replicas take the same rows": ("dp=8", [(comm, "take", first_part)]),
-    "all microbatches are the first": ("pp=4", [(comm, "_take", first_part)]),
+    "gradients are not summed over replicas": ("dp=8", [(buckets.process_group, "all_reduce", sums_nothing)]),
+    "all replicas take the same rows": ("dp=8", [(comm, "shard", first_part)]),
+    "all microbatches are the first": ("pp=4", [(comm, "_shard", first_part)]),
     "shards are put together in the wrong order": (
         "zero3=8",
         [(blocks, "unstack", lambda stacked, dim, cut: stack_up(stacked.flip(0), dim, cut))],
     ),
     "a gathered weight is slightly off": (
         "zero3=8",
-        [(zero.Zero3, "open", lambda self, unit: {k: v * (1 + 1e-6) for k, v in gather_unit(self, unit).items()})],
+        [(zero3.Zero3, "open", lambda self, unit: {k: v * (1 + 1e-6) for k, v in gather_unit(self, unit).items()})],
     ),
 }
 

@@ -16,7 +16,7 @@ from shardwright.parallelize import captured_graph
 from shardwright.rehearse import rehearse
 from shardwright.rehearse.result import differences
 from shardwright.rules import analyse
-from shardwright.runtime import comm
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.pipeline import ties
 
 
@@ -43,7 +43,7 @@ def test_a_plan_for_many_devices_runs_on_few():
     assert rehearsal.devices == (32, 4)
     assert rehearsal.meshes == (("dp=4 x tp=8", "dp=2 x tp=2"),)
     assert [layers.kept for layers in rehearsal.layers] == [(0, 1, 5)]
-    assert {kind for kind, axes in rehearsal.collectives if axes == "tp"} == {"fan_in"}
+    assert {kind for kind, axes in rehearsal.collectives if axes == "tp"} == {"all_reduce"}
     small = dict(rehearsal.sizes)
     assert small[16] % 2 == 0 and small[50304] % 2 == 0 and small[512] % 2 == 0
     assert max(small.values()) < 32
@@ -140,8 +140,8 @@ def test_a_plan_in_a_precision_keeps_its_casts(tmp_path):
 
 
 def test_a_sum_that_is_left_out_is_caught(monkeypatch):
-    monkeypatch.setattr(comm, "fan_in", lambda x, group: x)
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce", lambda x, group, **rest: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     rehearsal = run("tp=8")
 
@@ -167,13 +167,13 @@ def test_tied_weights_whose_stages_do_not_talk_are_caught(monkeypatch):
 def test_a_small_program_that_does_something_else_is_told():
     model, example = gpt(4)
     graph = captured_graph(model, example).graph
-    facts = analyse(graph)
-    program = lower(graph, sw.plan(model, example=example, plan="tp=8", cluster=8), facts)
-    fewer = dataclasses.replace(program, body=tuple(op for op in program.body if op.target != "comm.fan_in"))
+    analysis = analyse(graph)
+    program = lower(graph, sw.plan(model, example=example, plan="tp=8", cluster=8), analysis)
+    fewer = dataclasses.replace(program, body=tuple(op for op in program.body if op.target != "comm.all_reduce"))
 
     assert differences([program], [program]) == []
     (line,) = differences([program], [fewer])
-    assert "comm.fan_in tp" in line
+    assert "comm.all_reduce tp" in line
 
 
 def test_a_program_that_is_not_the_plans_does_not_pass():

@@ -19,17 +19,17 @@ class Shapes(nn.Module):
 
 def facts_of(*sizes):
     graph = capture(Shapes(), tuple(torch.zeros(size) for size in sizes), {}, entry="train").graph
-    facts = analyse(graph)
-    dims = (facts.dims[source.value][0] for source in graph.inputs)
-    atoms = {size: facts.atoms.expand(dim)[0] for size, dim in zip(sizes, dims, strict=True)}
-    return facts, atoms
+    analysis = analyse(graph)
+    dims = (analysis.dims[source.value][0] for source in graph.inputs)
+    atoms = {size: analysis.atoms.expand(dim)[0] for size, dim in zip(sizes, dims, strict=True)}
+    return analysis, atoms
 
 
 def images(sizes, shared, axes):
-    facts, atoms = facts_of(*sizes)
+    analysis, atoms = facts_of(*sizes)
     uses = [Shared(atoms[size], tuple((name, axes[name]) for name in names)) for size, names in shared]
-    few = next(small_axes(facts, uses, axes, 1))
-    return choose_sizes(facts, uses, few).images, few
+    few = next(small_axes(analysis, uses, axes, 1))
+    return choose_sizes(analysis, uses, few).images, few
 
 
 def test_what_divides_divides_and_larger_stays_larger():
@@ -67,19 +67,19 @@ def test_what_differs_by_one_still_does():
 
 
 def test_an_axis_is_longer_if_that_is_the_only_way():
-    facts, atoms = facts_of(8)
+    analysis, atoms = facts_of(8)
     uses = [Shared(atoms[8], (("tp", 2), ("dp", 8))), Shared(atoms[8], (("dp", 8),))]
-    tried = list(small_axes(facts, uses, {"dp": 8, "tp": 2}, 1))
+    tried = list(small_axes(analysis, uses, {"dp": 8, "tp": 2}, 1))
 
     with pytest.raises(PlanError, match="shares a size of 8 over"):
-        choose_sizes(facts, uses, tried[0])
-    fitting = next(few for few in tried if _fits(facts, uses, few))
+        choose_sizes(analysis, uses, tried[0])
+    fitting = next(few for few in tried if _fits(analysis, uses, few))
     assert fitting["dp"] == 4
 
 
-def _fits(facts, uses, few):
+def _fits(analysis, uses, few):
     try:
-        choose_sizes(facts, uses, few)
+        choose_sizes(analysis, uses, few)
     except PlanError:
         return False
     return True

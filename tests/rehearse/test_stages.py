@@ -1,9 +1,9 @@
 """Fewer pipeline ranks and shorter axes, by the plan alone."""
 
 from shardwright.layout import Axis, Mesh
-from shardwright.plan import Plan, Segment
+from shardwright.plan import Plan, PlanStage
 from shardwright.rehearse.stages import shrink_cluster
-from shardwright.schedule import Schedule, fewer, kind_named, spread
+from shardwright.schedule import Schedule, fewer, schedule_kind, spread
 
 
 def plan_of(shapes, order, schedule, microbatches, steps=None):
@@ -13,7 +13,7 @@ def plan_of(shapes, order, schedule, microbatches, steps=None):
         mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in shape.items()))
         meshes.append(Mesh(axes=mesh.axes, devices=tuple(range(at, at + mesh.size))))
         at += mesh.size
-    segments = tuple(Segment(mesh=meshes[rank], choices={}) for rank in order)
+    segments = tuple(PlanStage(mesh=meshes[rank], choices={}) for rank in order)
     return Plan(
         model="", policy="", cluster="", fingerprints={}, entries={"train": segments}, microbatches=microbatches,
         schedule=schedule, steps=steps,
@@ -67,11 +67,11 @@ def test_down_and_up_again_stages_are_taken_over_by_their_neighbours():
 
 
 def test_a_schedule_that_is_spelled_out_keeps_its_ranks():
-    seats = ((0, 1), (2, 3), (4, 5), (6, 7))
-    steps = spread(kind_named("zb").make(4, 12), seats).to_json()
+    pp_ranks = ((0, 1), (2, 3), (4, 5), (6, 7))
+    steps = spread(schedule_kind("zb").make(4, 12), pp_ranks).to_json()
     cluster = shrunk([{"dp": 2}] * 4, range(4), "own", 12, steps=steps)
 
     assert cluster.like == (0, 1, 2, 3)
     assert cluster.microbatches == 8
     schedule = Schedule.from_json(cluster.steps(cluster.meshes_of({"dp": 1})))
-    assert schedule.devices == fewer(kind_named("zb").make(4, 12), 8).devices
+    assert schedule.devices == fewer(schedule_kind("zb").make(4, 12), 8).devices

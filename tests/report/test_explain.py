@@ -3,17 +3,17 @@
 import pytest
 
 from shardwright.capture import capture
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 from shardwright.parallelize import plan as make_plan
 from shardwright.report import explain
-from shardwright.report.traffic import said_bytes, totals
+from shardwright.report.communication import format_bytes, totals
 from tests.models.zoo import ZOO
 
 
 @pytest.fixture(scope="module")
 def gpt():
     module, args, kwargs = ZOO["gpt"]()
-    return module, (args, kwargs), capture(skeleton_of(module), args, kwargs).graph
+    return module, (args, kwargs), capture(copy_to_meta(module), args, kwargs).graph
 
 
 def lines_with(text, *words):
@@ -90,4 +90,4 @@ def test_notes_are_shown(gpt):
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 2**20, "200 MiB"), (3 * 2**40, "3.0 TiB")],
 )
 def test_sizes_as_people_say_them(size, text):
-    assert said_bytes(size) == text
+    assert format_bytes(size) == text

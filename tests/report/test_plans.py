@@ -6,10 +6,10 @@ import json
 import pytest
 
 from shardwright.capture import capture
-from shardwright.compile import skeleton_of
+from shardwright.compile import copy_to_meta
 from shardwright.errors import PlanError
 from shardwright.parallelize import plan as make_plan
-from shardwright.plan import Segment
+from shardwright.plan import PlanStage
 from shardwright.report import diff, explain, read_plan
 from tests.models.zoo import ZOO
 
@@ -22,7 +22,7 @@ def plans():
 
 def with_choice(plan, name, choice):
     choices = {**plan.choices("train"), name: choice}
-    return dataclasses.replace(plan, entries={"train": (Segment(mesh=plan.mesh, choices=choices),)})
+    return dataclasses.replace(plan, entries={"train": (PlanStage(mesh=plan.mesh, choices=choices),)})
 
 
 def test_a_plan_does_not_differ_from_its_file(plans, tmp_path):
@@ -66,7 +66,7 @@ def test_what_two_plans_cost_is_compared(plans):
     said = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
 
     assert found["a step"] == tuple(one["seconds"] for one in said)
-    assert found["waiting for communication"] == tuple(one["waited"] for one in said)
+    assert found["blocking communication"] == tuple(one["waited"] for one in said)
     assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in said)
     assert not diff(plans["tp=2"], dataclasses.replace(plans["zero2=2"], predicted={})).totals
 
@@ -82,7 +82,7 @@ def test_other_terms_are_said():
 
 def test_a_difference_in_one_part_costs_all_of_the_difference():
     module, args, kwargs = ZOO["gpt"]()
-    graph = capture(skeleton_of(module), args, kwargs).graph
+    graph = capture(copy_to_meta(module), args, kwargs).graph
     asked = {"example": (args, kwargs), "cluster": "2xA100-80GB"}
     plans = [make_plan(module, plan=text, **asked) for text in ("dp=2", "zero2=2")]
     mixed = dataclasses.replace(plans[0], storage={key: plans[1].storage[key] for key in ["wte.weight"]})
@@ -98,7 +98,7 @@ def test_a_difference_in_one_part_costs_all_of_the_difference():
 
 def test_recomputing_is_a_part(plans):
     module, args, kwargs = ZOO["gpt"]()
-    graph = capture(skeleton_of(module), args, kwargs).graph
+    graph = capture(copy_to_meta(module), args, kwargs).graph
     again = make_plan(module, example=(args, kwargs), plan="tp=2,recompute")
     (part,) = diff(plans["tp=2"], again, graph).parts
     assert part.name == "what is recomputed"
@@ -107,7 +107,7 @@ def test_recomputing_is_a_part(plans):
 
 def test_parts_of_plans_on_different_meshes_have_no_cost(plans):
     module, args, kwargs = ZOO["gpt"]()
-    graph = capture(skeleton_of(module), args, kwargs).graph
+    graph = capture(copy_to_meta(module), args, kwargs).graph
     found = diff(plans["tp=2"], plans["zero2=2"], graph)
     assert not found.parts
     assert "the meshes differ" in str(found)

@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.parallelize import plan as make_plan
 from shardwright.report import explain, read_plan
-from shardwright.report.screen import in_ranges, said_time
+from shardwright.report.screen import format_time, in_ranges
 from tests.models.zoo import ZOO
 from tests.report.llama import llama
 
@@ -46,13 +46,13 @@ def test_what_it_is_for_is_said(auto):
 
 def test_the_numbers_are_those_of_the_file(auto):
     said = auto.predicted["train"]
-    line_with(auto, f"a step takes {said_time(said['seconds'])}; nothing of all that was searched takes less than")
-    line_with(auto, f"compute {said_time(said['compute'])} (")
-    line_with(auto, f"waiting for communication {said_time(said['waited'])} (")
+    line_with(auto, f"a step takes {format_time(said['seconds'])}; nothing of all that was searched takes less than")
+    line_with(auto, f"compute {format_time(said['compute'])} (")
+    line_with(auto, f"blocking communication {format_time(said['waited'])} (")
     for op in said["ops"]:
-        line_with(auto, f"{op['name']} {op['count']} {said_time(op['seconds'])}")
+        line_with(auto, f"{op['name']} {op['count']} {format_time(op['seconds'])}")
     for edge in said["edges"]:
-        line_with(auto, f"{edge['sends']} {edge['count']} {said_time(edge['seconds'])}")
+        line_with(auto, f"{edge['sends']} {edge['count']} {format_time(edge['seconds'])}")
 
 
 def test_links_are_named(auto):
@@ -119,4 +119,4 @@ def test_layers_that_follow_each_other_are_a_range():
     ("seconds", "text"), [(0, "0"), (2.5e-7, "0.25 us"), (12.34e-6, "12.3 us"), (0.155, "155 ms"), (3.0, "3 s")]
 )
 def test_times_as_people_say_them(seconds, text):
-    assert said_time(seconds) == text
+    assert format_time(seconds) == text

@@ -6,12 +6,12 @@ import pytest
 
 from shardwright.capture import capture
 from shardwright.cluster import find
-from shardwright.compile import skeleton_of
-from shardwright.cost import Training
+from shardwright.compile import copy_to_meta
+from shardwright.cost import TrainingSetup
 from shardwright.errors import InputError, PlanError
 from shardwright.layout import Axis, Mesh
 from shardwright.parallelize import plan as make_plan
-from shardwright.plan.draft import Draft
+from shardwright.plan.builder import PlanBuilder
 from shardwright.plan.price import price
 from shardwright.report import explain, read_plan
 from shardwright.rules import analyse
@@ -27,13 +27,13 @@ SMALL = "blocks.1.up / linear"
 @pytest.fixture(scope="module")
 def gpt():
     module, args, kwargs = ZOO["gpt"]()
-    return module, (args, kwargs), capture(skeleton_of(module), args, kwargs).graph
+    return module, (args, kwargs), capture(copy_to_meta(module), args, kwargs).graph
 
 
 @pytest.fixture(scope="module")
 def large():
     module, example = llama()
-    return module, example, capture(skeleton_of(module), *example).graph
+    return module, example, capture(copy_to_meta(module), *example).graph
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ def seconds_with(plan, graph, op, choice):
     """The price of the plan with another choice for one op."""
     segment = plan.entries["train"][0]
     other = dataclasses.replace(segment, choices={**segment.choices, op: choice})
-    found = price(analyse(graph), find(CLUSTER), Training(), dataclasses.replace(plan, entries={"train": (other,)}))
+    found = price(
+        analyse(graph), find(CLUSTER), TrainingSetup(), dataclasses.replace(plan, entries={"train": (other,)})
+    )
     return found.seconds, found.memory.peak
 
 
@@ -82,7 +84,7 @@ def test_a_poor_choice_is_told_apart(gpt):
 def test_the_op_of_all_layers_changes_together(large, auto):
     _, _, graph = large
     one, both = explain(auto, graph, op=OP), explain(auto, graph, op=EVERY)
-    assert len(both.asked.ops) == 2
+    assert len(both.query.ops) == 2
     worst = max(one.ways, key=lambda way: way.seconds)
     same = next(way for way in both.ways if way.choice == worst.choice)
     assert same.seconds > worst.seconds
@@ -130,4 +132,4 @@ def test_an_axis_between_nodes_is_asked_too(gpt):
 def three_axes(graph, size):
     mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name in ("dp", "dp2", "tp")))
     assert mesh.size == size
-    return Draft(graph, mesh).finish("three")
+    return PlanBuilder(graph, mesh).finish("three")

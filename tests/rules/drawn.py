@@ -18,7 +18,7 @@ from transformers.integrations import moe
 from shardwright.capture.interpret import run_op
 from shardwright.ir import Op
 from shardwright.probe.discover import one_op as graph_of_one
-from shardwright.rules import Analysis, Call, analyse
+from shardwright.rules import Analysis, OpCall, analyse
 from shardwright.rules.pointwise import BINARY, LINEAR_UNARY, UNARY, full_name
 from tests.probe.calls import placed, value
 
@@ -53,7 +53,7 @@ def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[A
     op = replace(op, outputs=tuple(f"y{at}" for at in range(len(made))))
     inputs = tuple(value(name, x) for name, x in zip(names, given, strict=True))
     outputs = tuple(value(name, x) for name, x in zip(op.outputs, made, strict=True))
-    return analyse(graph_of_one(Call(op, inputs, outputs))), op, tuple(tensors)
+    return analyse(graph_of_one(OpCall(op, inputs, outputs))), op, tuple(tensors)
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,13 @@ def observe(
     return analyse(captured.graph), seen
 
 
-def splits(facts: Analysis, parts: Sequence[int] = (2, 3)) -> Iterator[tuple[Op, str, int]]:
+def splits(analysis: Analysis, parts: Sequence[int] = (2, 3)) -> Iterator[tuple[Op, str, int]]:
     """Every op with every role that it has, once for each kind, shape and set of arguments."""
     known = set()
-    for op in facts.graph.ops:
-        shapes = tuple(facts.graph.values[name].shape for name in (*op.inputs, *op.outputs))
+    for op in analysis.graph.ops:
+        shapes = tuple(analysis.graph.values[name].shape for name in (*op.inputs, *op.outputs))
         arguments = tuple((name, repr(value)) for name, value in op.arguments)
-        for role in facts.signatures[op.name].roles:
+        for role in analysis.signatures[op.name].roles:
             for count in parts:
                 key = (op.target, arguments, shapes, role.name, count)
                 if role.fills(count) and key not in known:
@@ -49,11 +49,11 @@ def splits(facts: Analysis, parts: Sequence[int] = (2, 3)) -> Iterator[tuple[Op,
                     yield op, role.name, count
 
 
-def check_split(facts: Analysis, seen: Observed, op: Op, role: str, parts: int) -> bool:
+def check_split(analysis: Analysis, seen: Observed, op: Op, role: str, parts: int) -> bool:
     """Assert that the split is right; False where an algorithm of the runtime does it (tested there)."""
     if op.target.startswith("call."):
         return False
     try:
-        return check_role(facts, op, role, parts, seen[op.name][0])
+        return check_role(analysis, op, role, parts, seen[op.name][0])
     except RuleError as error:
         raise AssertionError(str(error)) from error

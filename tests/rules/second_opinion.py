@@ -51,11 +51,11 @@ def knows(target: str) -> bool:
     return op in prop.op_strategy_funcs or op in prop.op_to_rules or op in prop.op_single_dim_strategy_funcs
 
 
-def theirs(mesh: DeviceMesh, facts: Analysis, op: Op) -> Opinion:
+def theirs(mesh: DeviceMesh, analysis: Analysis, op: Op) -> Opinion:
     """Every sharding of the inputs, one dim of each or none, that DTensor takes without moving data."""
-    shapes = [facts.graph.values[name].shape for name in op.inputs]
+    shapes = [analysis.graph.values[name].shape for name in op.inputs]
     ways = [[None, *(dim for dim, size in enumerate(shape) if size > 1)] for shape in shapes]
-    metas = [_meta(facts, name) for name in op.inputs]
+    metas = [_meta(analysis, name) for name in op.inputs]
     found: Opinion = {}
     with _shapes_once():
         for picked in itertools.product(*ways):
@@ -116,8 +116,8 @@ def _placed(value: Any, specs: list[DTensorSpec]) -> Any:
     return [_placed(held, specs) for held in value] if isinstance(value, tuple) else value
 
 
-def _meta(facts: Analysis, name: str) -> TensorMeta:
-    value = facts.graph.values[name]
+def _meta(analysis: Analysis, name: str) -> TensorMeta:
+    value = analysis.graph.values[name]
     tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
@@ -131,10 +131,10 @@ def _said(spec: DTensorSpec) -> str:
     return "R" if isinstance(placement, Replicate) else str(placement)
 
 
-def ours(facts: Analysis, op: Op) -> tuple[Opinion, int]:
+def ours(analysis: Analysis, op: Op) -> tuple[Opinion, int]:
     """The same of our rule, and how many of its splits DTensor has no words for (a factor of a dim, sections)."""
     mesh = Mesh(axes=(Axis(name="tp", size=2),))
-    signature = facts.signatures[op.name]
+    signature = analysis.signatures[op.name]
     found: Opinion = {}
     beyond = 0
     for role in signature.roles:
@@ -150,7 +150,7 @@ def ours(facts: Analysis, op: Op) -> tuple[Opinion, int]:
 
 
 def _ours_said(layout: Layout) -> str | None:
-    for dim, cuts in enumerate(layout.cuts):
+    for dim, cuts in enumerate(layout.shards):
         for cut in cuts:
             (block, *more) = cut.blocks
             return f"S{dim}" if not more and block.outer == 1 and cut.repeat == 1 else None

@@ -38,7 +38,7 @@ def test_a_block_takes_the_elements_whose_digit_is_in_the_share(factors, data):
     which = data.draw(st.integers(0, len(factors) - 1))
     parts = data.draw(st.sampled_from([2, 3]))
 
-    cut = atoms.cut(dim, dim[which], Axis(name="tp", size=parts))
+    cut = atoms.shard(dim, dim[which], Axis(name="tp", size=parts))
 
     chunk = -(-factors[which] // parts)
     for index in range(parts):
@@ -122,7 +122,7 @@ def test_an_atom_that_every_section_has_is_cut_in_every_section():
     dim, sections = row_of(atoms, [4, 2, 2], width=3)
     group = sections[0][0]
 
-    cut = atoms.cut(dim, group, Axis(name="tp", size=2))
+    cut = atoms.shard(dim, group, Axis(name="tp", size=2))
 
     assert group in atoms.splittable(dim)
     assert cut.blocks == (Block(1, 2, 12), Block(1, 2, 6), Block(1, 2, 6))
@@ -214,9 +214,9 @@ def test_two_axes_on_one_dim_take_what_cutting_one_after_the_other_takes(factors
     dim = dim_of(atoms, [2 * size for size in factors])
     full = [2 * size for size in factors]
     first, second = (data.draw(st.integers(0, len(factors) - 1)) for _ in range(2))
-    one = atoms.cut(dim, dim[first], Axis(name="dp", size=2))
+    one = atoms.shard(dim, dim[first], Axis(name="dp", size=2))
 
-    two = atoms.cut(dim, dim[second], Axis(name="tp", size=2), [(dim[first], 2)])
+    two = atoms.shard(dim, dim[second], Axis(name="tp", size=2), [(dim[first], 2)])
 
     if first == second and full[first] // 2 % 2:
         return

@@ -99,12 +99,12 @@ def test_every_split_of_the_family_recombines_to_the_whole(family):
     torch.manual_seed(0)
     function, args, shapes, kind, count = FAMILIES[family]
 
-    facts, seen = observe(Applied(function, *shapes), args)
+    analysis, seen = observe(Applied(function, *shapes), args)
 
-    for op, role, parts in splits(facts):
-        check_split(facts, seen, op, role, parts)
+    for op, role, parts in splits(analysis):
+        check_split(analysis, seen, op, role, parts)
     if kind is not None:
-        roles = [facts.signatures[op.name].roles for op in facts.graph.ops if op.target.split(".")[1] == kind]
+        roles = [analysis.signatures[op.name].roles for op in analysis.graph.ops if op.target.split(".")[1] == kind]
         assert roles, f"{kind} is not in the graph"
         assert len(roles[0]) >= count, f"{kind} can be split on {[role.name for role in roles[0]]} only"
 
@@ -117,9 +117,9 @@ def test_every_split_of_every_op_of_the_model_recombines_to_the_whole(name):
     torch.manual_seed(0)
     case = ZOO[name](dtype=torch.float64)
 
-    facts, seen = observe(case.module.double(), case.args, case.kwargs)
+    analysis, seen = observe(case.module.double(), case.args, case.kwargs)
 
-    checked = sum(check_split(facts, seen, op, role, parts) for op, role, parts in splits(facts))
+    checked = sum(check_split(analysis, seen, op, role, parts) for op, role, parts in splits(analysis))
     assert checked > 40
 
 
@@ -131,8 +131,8 @@ def test_the_oracle_refuses_a_wrong_rule():
     wrong = {**registry._TABLE, "aten.softmax.int": lambda call: parse("a b -> a b")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_TABLE", wrong)
-        facts, seen = observe(Applied(lambda x, w: (x * w).softmax(1), (6,)), [randn(4, 6)])
-        (op,) = (op for op in facts.graph.ops if "softmax" in op.target)
-        check_split(facts, seen, op, "a", 2)
+        analysis, seen = observe(Applied(lambda x, w: (x * w).softmax(1), (6,)), [randn(4, 6)])
+        (op,) = (op for op in analysis.graph.ops if "softmax" in op.target)
+        check_split(analysis, seen, op, "a", 2)
         with pytest.raises(AssertionError, match=r"softmax.* on b over 2"):
-            check_split(facts, seen, op, "b", 2)
+            check_split(analysis, seen, op, "b", 2)

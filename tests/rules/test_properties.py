@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shardwright.rules import ROWS, known_targets
-from shardwright.rules.kept import OPAQUE
+from shardwright.rules.user_calls import OPAQUE
 from tests.rules import drawn_families
 from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
 from tests.rules.oracle import check_split
@@ -30,14 +30,14 @@ WRITTEN = {target for target in known_targets() if target.startswith(("aten.", "
 TARGETS = sorted((WRITTEN & set(ways())) - set(ELSEWHERE))
 
 
-def choices(facts, op):
+def choices(analysis, op):
     """Every role and every linear group, on 2 and on 3 pieces."""
-    signature = facts.signatures[op.name]
+    signature = analysis.signatures[op.name]
     for parts in (2, 3):
         for role in signature.roles:
             if role.fills(parts):
                 yield role.name, parts
-        if any(facts.graph.values[name].floating for name in op.outputs):
+        if any(analysis.graph.values[name].floating for name in op.outputs):
             for group in signature.linear_groups():
                 yield f"{ROWS}{group}", parts
 
@@ -51,10 +51,10 @@ def choices(facts, op):
 def test_every_split_that_the_rule_allows_gives_the_whole(target, data):
     dice = Dice(data.draw)
     gradients = target not in NO_DERIVATIVE and dice.of(True, True, False)
-    facts, op, given_ = one_op(target, ways()[target](dice), gradients)
+    analysis, op, given_ = one_op(target, ways()[target](dice), gradients)
 
-    for choice, parts in choices(facts, op):
-        check_split(facts, {op.name: (given_, ())}, op, choice, parts)
+    for choice, parts in choices(analysis, op):
+        check_split(analysis, {op.name: (given_, ())}, op, choice, parts)
 
 
 def test_every_written_rule_is_exercised_or_says_why_not():

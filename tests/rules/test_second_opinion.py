@@ -62,12 +62,12 @@ def disagreements(mesh, target: str, calls: int) -> set[str]:
         drawn = ways()[target](Dice(data.draw))
         if found and target in EXPLAINED:
             return  # one is enough
-        facts, op, _ = one_op(target, drawn, target not in NO_DERIVATIVE)
+        analysis, op, _ = one_op(target, drawn, target not in NO_DERIVATIVE)
         if len(op.inputs) > 4:
             return
-        rules, _ = ours(facts, op)
-        for given_, made in theirs(mesh, facts, op).items():
-            shapes = [facts.graph.values[name].shape for name in op.inputs]
+        rules, _ = ours(analysis, op)
+        for given_, made in theirs(mesh, analysis, op).items():
+            shapes = [analysis.graph.values[name].shape for name in op.inputs]
             if given_ not in rules:
                 found.add(f"missing: {given_} -> {made} for shapes {shapes}")
             elif rules[given_] != made:

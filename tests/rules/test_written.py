@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.ir import Op
 from shardwright.ir.graph import Slot
-from shardwright.rules import Call, find_rule
+from shardwright.rules import OpCall, find_rule
 from shardwright.rules.pointwise import full_name
 from tests.probe.calls import value
 from tests.rules.drawn import one_op
@@ -22,22 +22,22 @@ from tests.rules.written import WRITTEN, real
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_right(name: str) -> None:
     target, arguments, expected = WRITTEN[name]
-    facts, op, given = one_op(full_name(target), arguments)
-    values = facts.graph.values
-    call = Call(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
+    analysis, op, given = one_op(full_name(target), arguments)
+    values = analysis.graph.values
+    call = OpCall(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
 
     found = find_rule(call)
 
     assert (None if found is None else " ".join(found.text.split())) == (expected and expected.strip())
-    for choice, parts in choices(facts, op):
-        check_split(facts, {op.name: (given, ())}, op, choice, parts)
+    for choice, parts in choices(analysis, op):
+        check_split(analysis, {op.name: (given, ())}, op, choice, parts)
 
 
 def test_what_an_op_makes_is_of_the_atoms_of_what_it_reads() -> None:
-    facts, _, _ = one_op("aten.linear.default", {"input": real(6, 4), "weight": real(8, 4), "bias": None})
-    (row, k), (n, other), out = facts.dims["x0"], facts.dims["x1"], facts.dims["y0"]
-    assert [facts.atoms.expand(dim) for dim in out] == [facts.atoms.expand(row), facts.atoms.expand(n)]
-    assert facts.atoms.expand(k) == facts.atoms.expand(other)
+    analysis, _, _ = one_op("aten.linear.default", {"input": real(6, 4), "weight": real(8, 4), "bias": None})
+    (row, k), (n, other), out = analysis.dims["x0"], analysis.dims["x1"], analysis.dims["y0"]
+    assert [analysis.atoms.expand(dim) for dim in out] == [analysis.atoms.expand(row), analysis.atoms.expand(n)]
+    assert analysis.atoms.expand(k) == analysis.atoms.expand(other)
 
 
 @pytest.mark.parametrize("target", ["aten.mul.Tensor", "aten.div.Tensor"])
@@ -46,7 +46,7 @@ def test_a_value_times_or_over_itself_is_not_linear(target: str) -> None:
     op = Op(
         name="/ op", target=target, inputs=("x", "x"), outputs=("y",), arguments=(("self", Slot(0)), ("other", Slot(1)))
     )  # fmt: skip
-    found = find_rule(Call(op, (x, x), (y,)))
+    found = find_rule(OpCall(op, (x, x), (y,)))
     assert found is not None and found.text == "a b, a b -> a b"
 
 
@@ -57,4 +57,4 @@ def test_a_cross_product_that_looks_for_its_dim_has_no_rule() -> None:
         name="/ cross", target="aten.cross.default", inputs=("x", "y"), outputs=("z",),
         arguments=(("self", Slot(0)), ("other", Slot(1))),
     )  # fmt: skip
-    assert find_rule(Call(op, tuple(named[:2]), tuple(named[2:]))) is None
+    assert find_rule(OpCall(op, tuple(named[:2]), tuple(named[2:]))) is None

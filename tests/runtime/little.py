@@ -11,10 +11,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shardwright.layout import FANNED, Axis, Block, Mesh, make_cut, make_layout, plain_cut
-from shardwright.runtime import comm
-from shardwright.runtime.holding import Held, coordinates, gather, kept_layout, scatter, wanted_groups
-from shardwright.runtime.parameters import Untouched, make_parameter
+from shardwright.layout import REPLICATE, Axis, Block, Mesh, contiguous_shard, make_layout, make_shard
+from shardwright.runtime.collectives import comm
+from shardwright.runtime.parameters.sharded import Untouched, make_parameter
+from shardwright.runtime.parameters.spec import (
+    ParameterSpec,
+    coordinates,
+    gather_tensor,
+    shard_tensor,
+    stored_layout,
+    wanted_groups,
+)
 from shardwright.runtime.world import Groups
 
 BATCH, WIDTH, HIDDEN, CLASSES = 12, 4, 8, 5
@@ -25,14 +32,14 @@ def mesh_of(dp: int, tp: int = 1) -> Mesh:
     return Mesh(axes=(Axis(name="dp", size=dp), Axis(name="tp", size=tp)))
 
 
-def helds_of(mesh: Mesh, level: int = 0) -> list[Held]:
+def helds_of(mesh: Mesh, level: int = 0) -> list[ParameterSpec]:
     """In the order of use."""
     tp, zero = mesh.axis("tp"), (("dp", level),) if level else ()
 
     def held(key, shape, cuts, sums=("dp",), trainable=True):
-        layout = make_layout(cuts, dict.fromkeys(sums, FANNED))
+        layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
         keys = (key, "head") if key == "embed" else (key,)
-        return Held(
+        return ParameterSpec(
             keys=keys,
             shape=shape,
             dtype=torch.float64,
@@ -43,12 +50,12 @@ def helds_of(mesh: Mesh, level: int = 0) -> list[Held]:
 
     return [
         held("embed", (CLASSES, WIDTH), [[], []]),
-        held("w1", (HIDDEN, WIDTH), [[make_cut(tp, [Block(2, HIDDEN // 2, 1)])], []]),
+        held("w1", (HIDDEN, WIDTH), [[make_shard(tp, [Block(2, HIDDEN // 2, 1)])], []]),
         held("scale", (), [], sums=("dp", "tp")),
         held("gain", (3,), [[]], sums=("dp", "tp")),
-        held("w2", (WIDTH, HIDDEN), [[], [make_cut(tp, [Block(2, HIDDEN // 2, 1)])]]),
+        held("w2", (WIDTH, HIDDEN), [[], [make_shard(tp, [Block(2, HIDDEN // 2, 1)])]]),
         held("bias", (WIDTH,), [[]]),
-        held("idle", (3, 2), [[], [plain_cut(tp, 2)]]),
+        held("idle", (3, 2), [[], [contiguous_shard(tp, 2)]]),
         held("frozen", (WIDTH,), [[]], sums=(), trainable=False),
     ]
 
@@ -84,14 +91,15 @@ class Pieces:
     """The compiled program, on one rank of a mesh."""
 
     def __init__(self, mesh: Mesh, level: int = 0) -> None:
-        self.helds = helds_of(mesh, level)
-        self.groups = Groups(mesh, wanted_groups(self.helds, mesh))
+        self.specs = helds_of(mesh, level)
+        self.groups = Groups(mesh, wanted_groups(self.specs, mesh))
         at = coordinates(self.groups)
         full = whole_values()
         self.p = {
-            it.name: make_parameter(scatter(full[it.name], it, mesh.sizes, at), it, self.groups) for it in self.helds
+            it.name: make_parameter(shard_tensor(full[it.name], it, mesh.sizes, at), it, self.groups)
+            for it in self.specs
         }
-        self.pairs = [(it, self.p[it.name]) for it in self.helds]
+        self.pairs = [(it, self.p[it.name]) for it in self.specs]
         self.count = torch.tensor(3)  # a buffer
 
     def parameters(self):
@@ -104,24 +112,24 @@ class Pieces:
         x, target = x[rows], target[rows]
         with Untouched():
             p = {**self.p, **(values or {})}
-            h = comm.fan_out(p["embed"][x], tp)
+            h = comm.replicate(p["embed"][x], tp)
             h = F.gelu(h @ p["w1"].t()) * p["scale"] * (p["gain"].sum() + 1)
-            y = comm.fan_in(h @ p["w2"].t(), tp) + p["bias"] * p["frozen"]
+            y = comm.all_reduce(h @ p["w2"].t(), tp) + p["bias"] * p["frozen"]
             loss = F.cross_entropy(y @ p["embed"].t(), target, reduction="sum") / BATCH
             # the decay is whole on dp, and its gradient must enter the sum over dp once
-            return loss + DECAY * comm.gradient_on_first(p["bias"], dp).square().sum()
+            return loss + DECAY * comm.invariant(p["bias"], dp).square().sum()
 
     def whole(self, parameter) -> torch.Tensor:
-        return gather(parameter.data, parameter.held, self.groups)
+        return gather_tensor(parameter.data, parameter.spec, self.groups)
 
     def whole_gradients(self) -> dict[str, torch.Tensor | None]:
         """Every gradient, put together: level 2 keeps shares."""
         found = {}
         for name, parameter in self.p.items():
-            owned = parameter.shard if parameter.held.level == 2 and parameter.shard is not None else parameter
-            layout = owned.spread if owned is not parameter else kept_layout(parameter.held, self.groups.mesh.sizes)
+            owned = parameter.shard if parameter.spec.level == 2 and parameter.shard is not None else parameter
+            layout = owned.spread if owned is not parameter else stored_layout(parameter.spec, self.groups.mesh.sizes)
             gradient = parameter.grad
-            found[name] = None if gradient is None else gather(gradient, parameter.held, self.groups, layout)
+            found[name] = None if gradient is None else gather_tensor(gradient, parameter.spec, self.groups, layout)
         return found
 
 

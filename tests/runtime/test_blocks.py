@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import LayoutError
-from shardwright.layout import Block, Cut
-from shardwright.runtime import blocks
+from shardwright.layout import Block, Shard
+from shardwright.runtime.collectives import blocks
 
 cuts = st.builds(
-    lambda sections, repeat: Cut(axis="tp", blocks=tuple(sections), repeat=repeat),
+    lambda sections, repeat: Shard(axis="tp", blocks=tuple(sections), repeat=repeat),
     st.lists(st.builds(Block, st.integers(1, 3), st.integers(1, 7), st.integers(1, 3)), min_size=1, max_size=3),
     st.integers(1, 3),
 )
@@ -25,68 +25,68 @@ def tensor(dim: int, size: int, strided: bool) -> torch.Tensor:
     return x.transpose(0, 2).contiguous().transpose(0, 2) if strided else x
 
 
-def by_spans(x: torch.Tensor, dim: int, cut: Cut, parts: int, index: int) -> torch.Tensor:
-    kept = [i for start, length in cut.spans(parts, index) for i in range(start, start + length)]
+def by_spans(x: torch.Tensor, dim: int, sharding: Shard, parts: int, index: int) -> torch.Tensor:
+    kept = [i for start, length in sharding.spans(parts, index) for i in range(start, start + length)]
     return x.index_select(dim, torch.tensor(kept, dtype=torch.long))
 
 
 @settings(max_examples=150, deadline=None)
 @given(cuts, st.integers(1, 5), st.integers(-3, 2), st.booleans())
-def test_take_keeps_the_spans_and_join_is_its_inverse(cut: Cut, parts: int, dim: int, strided: bool) -> None:
-    x = tensor(dim, cut.elements, strided)
+def test_take_keeps_the_spans_and_join_is_its_inverse(sharding: Shard, parts: int, dim: int, strided: bool) -> None:
+    x = tensor(dim, sharding.elements, strided)
 
-    pieces = [blocks.take(x, dim, cut, parts, index) for index in range(parts)]
+    pieces = [blocks.shard(x, dim, sharding, parts, index) for index in range(parts)]
 
     for index, piece in enumerate(pieces):
-        assert torch.equal(piece, by_spans(x, dim, cut, parts, index))
-    assert torch.equal(blocks.join(pieces, dim, cut), x)
+        assert torch.equal(piece, by_spans(x, dim, sharding, parts, index))
+    assert torch.equal(blocks.unshard(pieces, dim, sharding), x)
 
 
 @settings(max_examples=100, deadline=None)
 @given(cuts, st.integers(1, 5), st.integers(-3, 2), st.booleans())
-def test_padded_stacks_go_there_and_back(cut: Cut, parts: int, dim: int, strided: bool) -> None:
-    x = tensor(dim, cut.elements, strided)
+def test_padded_stacks_go_there_and_back(sharding: Shard, parts: int, dim: int, strided: bool) -> None:
+    x = tensor(dim, sharding.elements, strided)
 
-    stacked = blocks.stack(x, dim, cut, parts)
+    stacked = blocks.stack(x, dim, sharding, parts)
 
     assert stacked.is_contiguous()
-    assert torch.equal(blocks.unstack(stacked, dim, cut), x)
+    assert torch.equal(blocks.unstack(stacked, dim, sharding), x)
     for index in range(parts):
-        piece = blocks.take(x, dim, cut, parts, index)
-        assert torch.equal(stacked[index], blocks.fill(piece, dim, cut, parts, index))
+        piece = blocks.shard(x, dim, sharding, parts, index)
+        assert torch.equal(stacked[index], blocks.fill(piece, dim, sharding, parts, index))
 
 
 @settings(max_examples=50, deadline=None)
 @given(cuts, st.integers(1, 5), st.integers(-3, 2))
-def test_padded_pieces_sum_to_the_whole(cut: Cut, parts: int, dim: int) -> None:
-    x = tensor(dim, cut.elements, False)
+def test_padded_pieces_sum_to_the_whole(sharding: Shard, parts: int, dim: int) -> None:
+    x = tensor(dim, sharding.elements, False)
 
-    pieces = [blocks.take(x, dim, cut, parts, index) for index in range(parts)]
+    pieces = [blocks.shard(x, dim, sharding, parts, index) for index in range(parts)]
 
-    assert torch.equal(sum(blocks.pad_to(piece, dim, cut, parts, i) for i, piece in enumerate(pieces)), x)
+    assert torch.equal(sum(blocks.zero_pad(piece, dim, sharding, parts, i) for i, piece in enumerate(pieces)), x)
 
 
 def test_one_run_is_a_view() -> None:
     x = torch.arange(12.0)
 
-    piece = blocks.take(x, 0, blocks.plain(12), 3, 1)
+    piece = blocks.shard(x, 0, blocks.plain(12), 3, 1)
 
     assert piece.data_ptr() == x[4:].data_ptr()
 
 
 def test_a_size_that_does_not_fit_the_cut_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"shape \(5, 2\) should have 6 elements"):
-        blocks.take(torch.zeros(5, 2), 0, blocks.plain(6), 2, 0)
+        blocks.shard(torch.zeros(5, 2), 0, blocks.plain(6), 2, 0)
 
 
 @settings(max_examples=100, deadline=None)
 @given(cuts, st.integers(1, 5))
-def test_positions_are_located_in_the_piece_that_holds_them(cut: Cut, parts: int) -> None:
-    x = torch.arange(cut.elements)
+def test_positions_are_located_in_the_piece_that_holds_them(sharding: Shard, parts: int) -> None:
+    x = torch.arange(sharding.elements)
     for index in range(parts):
-        piece = blocks.take(x, 0, cut, parts, index)
+        piece = blocks.shard(x, 0, sharding, parts, index)
 
-        place, own = blocks.locate(x, cut, parts, index)
+        place, own = blocks.locate(x, sharding, parts, index)
 
         assert torch.equal(x[own], piece[place[own]].sort().values)
         assert int(own.sum()) == len(piece)

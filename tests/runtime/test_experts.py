@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.layout import Axis, Block, Mesh, make_cut
-from shardwright.runtime import comm
-from shardwright.runtime.experts import experts
+from shardwright.layout import Axis, Block, Mesh, make_shard
+from shardwright.runtime.algorithms.experts import experts
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_processes, run_ranks
 
@@ -50,13 +50,13 @@ def whole(x: Tensor, index: Tensor, w: Tensor, up: Tensor, down: Tensor) -> list
 def on_rank(rank: int, size: int, x: Tensor, index: Tensor, w: Tensor, up: Tensor, down: Tensor):
     mesh = Mesh(axes=(Axis(name="ep", size=size),))
     group = Groups(mesh, [("ep",)])["ep"]
-    cut = make_cut(mesh.axes[0], (Block(1, up.shape[0], 1),), 1)
-    mine = [up[s : s + n] for s, n in cut.spans(size, rank)] or [up[:0]]
-    down_mine = [down[s : s + n] for s, n in cut.spans(size, rank)] or [down[:0]]
+    sharding = make_shard(mesh.axes[0], (Block(1, up.shape[0], 1),), 1)
+    mine = [up[s : s + n] for s, n in sharding.spans(size, rank)] or [up[:0]]
+    down_mine = [down[s : s + n] for s, n in sharding.spans(size, rank)] or [down[:0]]
     rows = [t.chunk(size)[rank].clone() for t in (x, index, w)]
     held = [t.clone().requires_grad_() for t in (rows[0], rows[2], torch.cat(mine), torch.cat(down_mine))]
     with comm.recording() as issued:
-        out = experts(layer(held[2], held[3]), held[0], rows[1], held[1], group, cut)
+        out = experts(layer(held[2], held[3]), held[0], rows[1], held[1], group, sharding)
         found = torch.autograd.grad((out * torch.arange(D)).sum(), held)
     assert {kind for kind, _, _ in issued} == {"all_to_all"}
     return [out.detach(), *found]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright.runtime.optimizer import adopt
+from shardwright.runtime.optimizer.adopt import adopt
 
 KINDS = {
     "adam": lambda held, **said: torch.optim.Adam(held, lr=0.1, amsgrad=True, **said),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError
 from shardwright.layout import Axis, Mesh
-from shardwright.runtime.global_norms import make_norm, settled
+from shardwright.runtime.parameters.norms import global_norm, make_norm
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def test_a_norm_and_its_gradient_are_those_of_the_whole(order):
 @pytest.mark.parametrize(("order", "wanted"), [(-INF, 0.0), (0.0, 7.0)])
 def test_the_least_and_the_number_of_elements(order, wanted):
     def body(rank):
-        return settled(piece_norm(rank, order)[1]).item()
+        return global_norm(piece_norm(rank, order)[1]).item()
 
     assert run_ranks(2, body) == [wanted, wanted]
 

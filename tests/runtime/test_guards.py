@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.runtime.frozen import ABSENT, freeze
-from shardwright.runtime.guards import AttributeGuard, why_new
+from shardwright.runtime.model.frozen_values import ABSENT, freeze
+from shardwright.runtime.model.guards import AttributeGuard, why_new
 
 
 def guarded(**attributes):
@@ -136,7 +136,7 @@ def test_a_look_at_a_thousand_modules_takes_less_than_a_millisecond():
 
 def test_what_is_new_in_a_call_is_said():
     def key(method="", modes=(True,), state=(), spec="x", leaves=(((4, 8), torch.float32, False), "1")):
-        return (method, modes, state), spec, leaves, "same"
+        return (method, modes, state), spec, leaves, "global"
 
     known = [key()]
     wide = (((8, 8), torch.float32, False), "1")

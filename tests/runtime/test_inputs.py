@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import InputError
-from shardwright.runtime.inputs import CallInputs, check_dtypes, digest
+from shardwright.runtime.model.inputs import CallInputs, check_dtypes, digest
 from tests.runtime.ranks import run_ranks
 
 
@@ -19,11 +19,13 @@ X, MASK = torch.arange(12.0).view(4, 3), torch.ones(3, 3)
 
 def test_what_sizes_do_not_tell_is_refused_where_it_is_needed():
     odd = (torch.ones(4, 3), torch.ones(6, 2))
-    assert inputs("x", "y").batch_dim(odd, {}, "same", needed=False).size is None
-    with pytest.raises(InputError, match=r'inputs="rows": .*name the inputs that have no batch dim'):
-        inputs("x", "y").batch_dim(odd, {}, "rows", needed=True)
-    assert inputs("x", "y", unbatched=["y"]).batch_dim(odd, {}, "rows", needed=True).batched == (True, False)
-    assert inputs("n").batch_dim((torch.tensor(1.0),), {}, "rows", needed=True).size is None, "nothing could have one"
+    assert inputs("x", "y").batch_dim(odd, {}, "global", needed=False).size is None
+    with pytest.raises(InputError, match=r'inputs="per_replica": .*name the inputs that have no batch dim'):
+        inputs("x", "y").batch_dim(odd, {}, "per_replica", needed=True)
+    assert inputs("x", "y", unbatched=["y"]).batch_dim(odd, {}, "per_replica", needed=True).batched == (True, False)
+    assert inputs("n").batch_dim((torch.tensor(1.0),), {}, "per_replica", needed=True).size is None, (
+        "nothing could have one"
+    )
     assert inputs("x", "mask").samples((X, MASK), {}) == 4
 
 
@@ -34,11 +36,11 @@ def test_unbatched_is_a_list():
 
 def test_what_sizes_told_once_holds_for_a_last_batch_of_the_size_of_a_mask():
     held, short = inputs("x", "mask"), (X[:3], MASK)
-    held.batch_dim((X, MASK), {}, "rows", needed=True)
-    assert held.batch_dim(short, {}, "rows", needed=True).batched == (True, False)
+    held.batch_dim((X, MASK), {}, "per_replica", needed=True)
+    assert held.batch_dim(short, {}, "per_replica", needed=True).batched == (True, False)
     plain = inputs("x", "mask")
-    plain.batch_dim((X, MASK), {}, "same", needed=True)
-    assert plain.batch_dim(short, {}, "same", needed=True).batched == (True, True), "a global batch may say anything"
+    plain.batch_dim((X, MASK), {}, "global", needed=True)
+    assert plain.batch_dim(short, {}, "global", needed=True).batched == (True, True), "a global batch may say anything"
 
 
 def test_samples_of_all_ranks_are_one_batch_in_their_order_and_masks_stay():

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.layout import Axis, Block, Cut, Mesh
-from shardwright.runtime import comm, fan_out_linear, fan_out_linears, gather_linear, gather_linears
+from shardwright.layout import Axis, Block, Mesh, Shard
+from shardwright.runtime import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Group, Groups
 from tests.runtime.ranks import run_ranks
 
-UNEVEN = Cut(axis="tp", blocks=(Block(1, 5, 1),))
+UNEVEN = Shard(axis="tp", blocks=(Block(1, 5, 1),))
 
 
 def group_of(n: int) -> Group:
@@ -23,10 +24,10 @@ def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def both_ways(rank: int, n: int, gathers: bool, cut: Cut | None, count: int, bias: bool, frozen: bool) -> list:
+def both_ways(rank: int, n: int, gathers: bool, sharding: Shard | None, count: int, bias: bool, frozen: bool) -> list:
     """(outputs and gradients in one call, the same one after the other, collectives of each)."""
     group, found = group_of(n), []
-    rows = cut.local(n, rank) if cut is not None else 6
+    rows = sharding.local(n, rank) if sharding is not None else 6
     for joined in (True, False):
         (x,) = tensors(rank if gathers else 99, (3, rows, 4))
         weights = tensors(10 + rank, *[(5 + at, 4) for at in range(count)])
@@ -36,11 +37,11 @@ def both_ways(rank: int, n: int, gathers: bool, cut: Cut | None, count: int, bia
             leaf.requires_grad_()
         with comm.recording() as issued:
             if joined and gathers:
-                made = gather_linears(x, 1, group, weights, biases, cut)
+                made = all_gather_linears(x, 1, group, weights, biases, sharding)
             elif joined:
-                made = fan_out_linears(x, group, weights, biases)
+                made = replicate_linears(x, group, weights, biases)
             else:
-                whole = comm.gather_sum(x, 1, group, cut) if gathers else comm.fan_out(x, group)
+                whole = comm.all_gather(x, 1, group, sharding, dst=comm.R) if gathers else comm.replicate(x, group)
                 made = tuple(
                     torch.nn.functional.linear(whole, w, biases[at] if biases else None) for at, w in enumerate(weights)
                 )
@@ -52,9 +53,9 @@ def both_ways(rank: int, n: int, gathers: bool, cut: Cut | None, count: int, bia
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("count", "bias"), [(1, True), (1, False), (3, True), (3, False)])
-@pytest.mark.parametrize(("gathers", "cut"), [(False, None), (True, None), (True, UNEVEN)])
-def test_one_call_is_the_converter_and_then_the_products(gathers, cut, count, bias, frozen) -> None:
-    for (found, sent), (expected, said) in run_ranks(2, both_ways, 2, gathers, cut, count, bias, frozen):
+@pytest.mark.parametrize(("gathers", "sharding"), [(False, None), (True, None), (True, UNEVEN)])
+def test_one_call_is_the_converter_and_then_the_products(gathers, sharding, count, bias, frozen) -> None:
+    for (found, sent), (expected, said) in run_ranks(2, both_ways, 2, gathers, sharding, count, bias, frozen):
         assert sent == said
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
@@ -63,8 +64,8 @@ def test_one_call_is_the_converter_and_then_the_products(gathers, cut, count, bi
 def single(rank: int) -> bool:
     group = group_of(2)
     x, w, b = (held.requires_grad_() for held in tensors(1, (2, 4), (3, 4), (3,)))
-    y = fan_out_linear(x, group, w, b)
-    z = gather_linear(x, 0, group, w, b)
+    y = replicate_linear(x, group, w, b)
+    z = all_gather_linear(x, 0, group, w, b)
     return torch.equal(y.detach(), torch.nn.functional.linear(x, w, b)) and z.shape == (4, 3)
 
 
@@ -74,7 +75,7 @@ def test_one_layer_is_given_by_its_weight_and_bias() -> None:
 
 def unused(rank: int) -> list:
     x, w, v = (held.requires_grad_() for held in tensors(1, (2, 4), (3, 4), (5, 4)))
-    first, _ = fan_out_linears(x, group_of(2), [w, v])
+    first, _ = replicate_linears(x, group_of(2), [w, v])
     first.sum().backward()
     return [w.grad is not None, v.grad is None, x.grad.isfinite().all()]
 
@@ -88,7 +89,11 @@ def narrow(rank: int) -> list:
     for joined in (True, False):
         x, w, b = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (3,)))
         with torch.autocast("cpu", torch.bfloat16):
-            y = fan_out_linear(x, group, w, b) if joined else torch.nn.functional.linear(comm.fan_out(x, group), w, b)
+            y = (
+                replicate_linear(x, group, w, b)
+                if joined
+                else torch.nn.functional.linear(comm.replicate(x, group), w, b)
+            )
         y.float().square().sum().backward()
         found.append([y.detach(), x.grad, w.grad, b.grad])
     return found
@@ -108,7 +113,7 @@ def narrow_pair(rank: int) -> list:
     for used in ((0, 1), (0,), (1,)):
         x, *weights = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (5, 4)))
         with torch.autocast("cpu", torch.bfloat16):
-            made = fan_out_linears(x, group, weights)
+            made = replicate_linears(x, group, weights)
         sum(made[at].float().sum() for at in used).backward()
         found.append(x.grad)
     return found
@@ -124,7 +129,7 @@ def in_place(rank: int) -> list:
     (x,) = tensors(rank, (4, 3))
     leaf = x.clone().requires_grad_()
     made = leaf * 2
-    summed = comm.fan_in_(made, group)
+    summed = comm.all_reduce_(made, group)
     summed.square().sum().backward()
     return [summed.data_ptr() == made.data_ptr(), 2 * x, summed.detach(), leaf.grad]
 
@@ -141,7 +146,7 @@ def test_a_sum_in_place_is_a_sum_and_passes_its_gradient() -> None:
 def kept(rank: int) -> str:
     (x,) = tensors(rank, (4,))
     made = x.requires_grad_().exp()  # its backward reads the result
-    summed = comm.fan_in_(made, group_of(2))
+    summed = comm.all_reduce_(made, group_of(2))
     try:
         summed.sum().backward()
     except RuntimeError as error:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.errors import InputError, LayoutError
-from shardwright.layout import Axis, Block, Cut, Mesh, share
-from shardwright.runtime import blocks, comm, losses
+from shardwright.layout import Axis, Block, Mesh, Shard, chunk_bounds
+from shardwright.runtime.algorithms import losses
+from shardwright.runtime.collectives import blocks, comm
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_ranks
 
@@ -27,7 +28,7 @@ class Case:
     rows: int = 8
     classes: int = 12
     inner: tuple[int, ...] = ()
-    cut: Cut | None = None
+    sharding: Shard | None = None
     weighted: bool = False
     ignored: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
@@ -46,10 +47,10 @@ def on_ranks(rank: int, case: Case) -> tuple[Tensor, Tensor, list[str]]:
     groups = Groups(mesh)
     dp, tp = groups["dp"], groups["tp"]
     logits, target, weight = case.data()
-    start, length = share(case.rows, dp.size, dp.index)
+    start, length = chunk_bounds(case.rows, dp.size, dp.index)
     mine = logits.narrow(0, start, length)
     if case.tp > 1:
-        mine = blocks.take(mine, 1, case.cut or blocks.plain(case.classes), tp.size, tp.index)
+        mine = blocks.shard(mine, 1, case.sharding or blocks.plain(case.classes), tp.size, tp.index)
     mine = mine.clone().requires_grad_()
     with comm.recording() as issued:
         loss = losses.cross_entropy(
@@ -57,7 +58,7 @@ def on_ranks(rank: int, case: Case) -> tuple[Tensor, Tensor, list[str]]:
             target.narrow(0, start, length),
             rows=dp,
             classes=tp if case.tp > 1 else None,
-            cut=case.cut,
+            sharding=case.sharding,
             size=case.classes,
             weight=weight,
             **case.options,
@@ -88,10 +89,10 @@ def assert_parity(case: Case, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, loss, rtol=0, atol=tolerance, equal_nan=True)
     for rank, (share_of_loss, dx, _) in enumerate(results):
         torch.testing.assert_close(share_of_loss, shares[rank // case.tp], rtol=0, atol=0, equal_nan=True)
-        start, length = share(case.rows, case.dp, rank // case.tp)
+        start, length = chunk_bounds(case.rows, case.dp, rank // case.tp)
         expected = gradient.narrow(0, start, length)
         if case.tp > 1:
-            expected = blocks.take(expected, 1, case.cut or blocks.plain(case.classes), case.tp, rank % case.tp)
+            expected = blocks.shard(expected, 1, case.sharding or blocks.plain(case.classes), case.tp, rank % case.tp)
         torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
@@ -109,7 +110,7 @@ def test_split_classes_have_the_second_derivative_of_the_whole(options: dict[str
     def body(rank: int) -> Tensor:
         tp = Groups(Mesh(axes=(Axis(name="tp", size=2),)))["tp"]
         logits, target, weight = case.data()
-        mine = blocks.take(logits, 1, blocks.plain(case.classes), 2, tp.index).clone().requires_grad_()
+        mine = blocks.shard(logits, 1, blocks.plain(case.classes), 2, tp.index).clone().requires_grad_()
         loss = losses.cross_entropy(mine, target, classes=tp, size=case.classes, weight=weight, **options)
         return penalty(loss, mine)
 
@@ -155,12 +156,12 @@ def test_uneven_rows_and_more_target_dims() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_classes_cut_unevenly_in_blocks_and_with_an_empty_piece(smoothing: float) -> None:
     options = {"label_smoothing": smoothing}
-    uneven = Cut(axis="tp", blocks=(Block(1, 11, 1),))
-    empty = Cut(axis="tp", blocks=(Block(1, 2, 5),))
-    sections = Cut(axis="tp", blocks=(Block(2, 3, 1), Block(1, 3, 2)))
-    assert_parity(Case(options, dp=1, tp=3, classes=11, cut=uneven, weighted=True))
-    assert_parity(Case(options, dp=1, tp=4, classes=10, cut=empty, weighted=True))
-    assert_parity(Case(options, dp=2, tp=2, classes=12, cut=sections))
+    uneven = Shard(axis="tp", blocks=(Block(1, 11, 1),))
+    empty = Shard(axis="tp", blocks=(Block(1, 2, 5),))
+    sections = Shard(axis="tp", blocks=(Block(2, 3, 1), Block(1, 3, 2)))
+    assert_parity(Case(options, dp=1, tp=3, classes=11, sharding=uneven, weighted=True))
+    assert_parity(Case(options, dp=1, tp=4, classes=10, sharding=empty, weighted=True))
+    assert_parity(Case(options, dp=2, tp=2, classes=12, sharding=sections))
 
 
 def test_half_precision_over_split_classes_is_as_good_as_torch() -> None:
@@ -175,7 +176,7 @@ def test_split_classes_reduce_twice_and_never_gather() -> None:
 def one_row(rank: int) -> Tensor:
     tp = Groups(Mesh(axes=(Axis(name="tp", size=2),)))["tp"]
     logits = torch.arange(6.0, dtype=torch.float64)
-    return losses.cross_entropy(comm.take(logits, 0, tp), torch.tensor(4), classes=tp)
+    return losses.cross_entropy(comm.shard(logits, 0, tp), torch.tensor(4), classes=tp)
 
 
 def test_one_row_without_a_batch_dim() -> None:
@@ -230,7 +231,7 @@ def whole_mean(rank: int, ignored: tuple[int, ...], weighted: bool, smoothing: f
     case = Case(options={"label_smoothing": smoothing}, tp=1, ignored=ignored, weighted=weighted)
     dp = Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"]
     logits, target, weight = case.data()
-    start, length = share(case.rows, 2, dp.index)
+    start, length = chunk_bounds(case.rows, 2, dp.index)
     mine = logits.narrow(0, start, length).clone().requires_grad_()
     with comm.recording() as issued:
         found = losses.cross_entropy(

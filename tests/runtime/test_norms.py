@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.layout import Axis, Mesh, share
-from shardwright.runtime import comm
-from shardwright.runtime.norms import batch_norm
+from shardwright.layout import Axis, Mesh, chunk_bounds
+from shardwright.runtime.algorithms.norms import batch_norm
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_ranks
 
@@ -17,7 +17,7 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def on_rank(rank: int, n: int, x: Tensor, affine: bool, training: bool) -> tuple[Found, list[str]]:
     dp = Groups(Mesh(axes=(Axis(name="dp", size=n),)))["dp"]
-    mine = x.narrow(0, *share(x.shape[0], n, rank)).clone().requires_grad_()
+    mine = x.narrow(0, *chunk_bounds(x.shape[0], n, rank)).clone().requires_grad_()
     weight, bias, mean, var = parameters(x.dtype, affine)
     before = mean.clone(), var.clone()
     with comm.recording() as issued:
@@ -78,7 +78,7 @@ def test_the_gradient_of_its_gradient_is_the_one_of_the_whole_batch(n: int) -> N
 
     def body(rank: int) -> list[Tensor]:
         dp = Groups(Mesh(axes=(Axis(name="dp", size=n),)))["dp"] if n > 1 else None
-        mine = x.narrow(0, *share(6, n, rank)).clone().requires_grad_()
+        mine = x.narrow(0, *chunk_bounds(6, n, rank)).clone().requires_grad_()
         weight, bias, mean, var = parameters(x.dtype, True)
         y, _, _ = batch_norm(mine, weight, bias, mean, var, True, 0.3, 1e-5, dp)
         return penalty(y, mine, weight, bias)

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.errors import InputError
-from shardwright.layout import Axis, Block, Cut, Mesh
-from shardwright.runtime import comm
-from shardwright.runtime.random import ExactDropout, Randomness, seed_of
+from shardwright.layout import Axis, Block, Mesh, Shard
+from shardwright.runtime.algorithms.random import ExactDropout, Randomness, seed_of
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Group, Groups
 from tests.runtime.ranks import run_ranks
 
-FUSED = Cut(axis="tp", blocks=(Block(3, 2, 2),))
-UNEVEN = Cut(axis="dp", blocks=(Block(1, 5, 1),))
+FUSED = Shard(axis="tp", blocks=(Block(3, 2, 2),))
+UNEVEN = Shard(axis="dp", blocks=(Block(1, 5, 1),))
 
 
 def axis(name: str, size: int, index: int) -> Group:
@@ -23,7 +23,7 @@ def axis(name: str, size: int, index: int) -> Group:
     return Group(axes=(name,), size=size, index=index, ranks=tuple(range(size)))
 
 
-def mask(randomness: Randomness, *splits: tuple[int, Group, Cut | None], op: str = "drop") -> list[float]:
+def mask(randomness: Randomness, *splits: tuple[int, Group, Shard | None], op: str = "drop") -> list[float]:
     return randomness.dropout(torch.ones(64), 0.5, op, splits).tolist()
 
 
@@ -72,9 +72,9 @@ def test_evaluation_draws_nothing() -> None:
 def pieces(rank: int, x: Tensor) -> Tensor:
     groups = Groups(Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=2))))
     dp, tp = groups["dp"], groups["tp"]
-    mine = comm.take(comm.take(x, 0, dp, UNEVEN), 1, tp, FUSED)
+    mine = comm.shard(comm.shard(x, 0, dp, UNEVEN), 1, tp, FUSED)
     y = Randomness(seed=3, step=2, exact=True).dropout(mine, 0.4, "drop", [(0, dp, UNEVEN), (1, tp, FUSED)])
-    return comm.gather(comm.gather(y, 1, tp, FUSED), 0, dp, UNEVEN)
+    return comm.all_gather(comm.all_gather(y, 1, tp, FUSED), 0, dp, UNEVEN)
 
 
 def test_exact_pieces_make_up_the_mask_of_one_device() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import DriftError
-from shardwright.runtime.replicas import check_replicas, hash_of
+from shardwright.runtime.faults.replicas import check_replicas, hash_of
 from tests.runtime.ranks import run_ranks
 
 

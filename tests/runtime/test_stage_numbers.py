@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import InputError
-from shardwright.runtime.stage_numbers import StageNumber, numbered
+from shardwright.runtime.parameters.stage_numbers import StageNumber, numbered
 
 
 def stage_number(x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.runtime.tensor_digest import ROWS, WIDTH, tensor_digest
+from shardwright.runtime.faults.tensor_digest import ROWS_AT_ONCE, WIDTH, tensor_digest
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
 
@@ -62,9 +62,15 @@ def test_two_signs_that_change_are_seen():
 
 
 def test_a_tensor_larger_than_one_piece_is_seen_whole():
-    tensor = torch.zeros(ROWS * WIDTH + WIDTH + 3, dtype=torch.int32)
+    tensor = torch.zeros(ROWS_AT_ONCE * WIDTH + WIDTH + 3, dtype=torch.int32)
     found = {number(tensor)}
-    for at in (0, ROWS * WIDTH - 1, ROWS * WIDTH, ROWS * WIDTH + WIDTH, ROWS * WIDTH + WIDTH + 2):
+    for at in (
+        0,
+        ROWS_AT_ONCE * WIDTH - 1,
+        ROWS_AT_ONCE * WIDTH,
+        ROWS_AT_ONCE * WIDTH + WIDTH,
+        ROWS_AT_ONCE * WIDTH + WIDTH + 2,
+    ):
         tensor[at] = 1
         found.add(number(tensor))
         tensor[at] = 0

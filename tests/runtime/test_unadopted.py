@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import InputError
-from shardwright.runtime import unadopted
+from shardwright.runtime.optimizer import unadopted
 from tests.runtime.little import Pieces, mesh_of
 from tests.runtime.ranks import run_ranks
 
@@ -16,18 +16,18 @@ def test_an_optimizer_is_looked_at_again_when_it_has_got_another_group(monkeypat
     monkeypatch.setattr(unadopted, "is_adopted", lambda optimizer: asked.append(optimizer) or False)
     optimizer = torch.optim.SGD([torch.ones(2)], lr=0.1)
     for count in (1, 1):
-        unadopted.look(optimizer, (), {})
+        unadopted.check_unadopted(optimizer, (), {})
         assert len(asked) == count
     optimizer.add_param_group({"params": [torch.ones(3)]})
-    unadopted.look(optimizer, (), {})
+    unadopted.check_unadopted(optimizer, (), {})
     assert len(asked) == 2
 
 
 def test_pieces_may_be_updated_element_by_element_and_not_as_whole_tensors():
     def body(rank):
         pieces = [leaf for leaf in Pieces(mesh_of(1, 2)).p.values() if leaf.requires_grad]
-        unadopted.look(torch.optim.SGD(pieces, lr=0.1), (), {})
+        unadopted.check_unadopted(torch.optim.SGD(pieces, lr=0.1), (), {})
         with pytest.raises(InputError, match=r"LBFGS has parameters of a compiled model .*may need more than the same"):
-            unadopted.look(torch.optim.LBFGS(pieces), (), {})
+            unadopted.check_unadopted(torch.optim.LBFGS(pieces), (), {})
 
     run_ranks(2, body)

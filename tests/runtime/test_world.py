@@ -43,7 +43,7 @@ def test_a_group_of_ranks_that_have_not_met_is_refused() -> None:
 
 def test_importing_starts_nothing() -> None:
     code = (
-        "import shardwright, shardwright.runtime.comm, torch.distributed as d, sys, threading;"
+        "import shardwright, shardwright.runtime.collectives.comm, torch.distributed as d, sys, threading;"
         "sys.exit(d.is_initialized() or threading.active_count() > 1)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

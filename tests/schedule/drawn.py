@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from shardwright.schedule import Edge, Schedule, Step
+from shardwright.schedule import Schedule, StageEdge, Step
 
 
-def chain(segments: int, *seconds: float) -> list[Edge]:
-    return [Edge(segment, segment + 1, *seconds) for segment in range(segments - 1)]
+def chain(segments: int, *seconds: float) -> list[StageEdge]:
+    return [StageEdge(segment, segment + 1, *seconds) for segment in range(segments - 1)]
 
 
-def graph(random: Random, segments: int) -> list[Edge]:
+def graph(random: Random, segments: int) -> list[StageEdge]:
     """Values from any segment to any later one, some without gradient."""
     pairs = [(a, b) for b in range(segments) for a in range(b) if random.random() < 0.5]
-    return [Edge(a, b, random.random(), random.choice([None, 0.0, random.random()])) for a, b in pairs]
+    return [StageEdge(a, b, random.random(), random.choice([None, 0.0, random.random()])) for a, b in pairs]
 
 
-def good(random: Random, edges: list[Edge], segments: int) -> Schedule:
+def good(random: Random, edges: list[StageEdge], segments: int) -> Schedule:
     """Every device runs its part of one order in which everything comes after what it needs."""
     devices, microbatches = random.randint(1, 4), random.randint(1, 4)
     holders = tuple(

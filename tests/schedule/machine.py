@@ -9,7 +9,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from shardwright.schedule import Edge, Schedule, Step, Times
+from shardwright.schedule import Schedule, StageEdge, StageTimes, Step
 
 
 class Fault(Exception):
@@ -19,9 +19,9 @@ class Fault(Exception):
 class Machine:
     """Takes turns: each device runs what it can, then the next one. `run` returns "done" or "stuck"."""
 
-    def __init__(self, schedule: Schedule, edges: Iterable[Edge | tuple[int, int]]) -> None:
+    def __init__(self, schedule: Schedule, edges: Iterable[StageEdge | tuple[int, int]]) -> None:
         self.schedule = schedule
-        self.edges = [Edge(*edge) for edge in edges]
+        self.edges = [StageEdge(*edge) for edge in edges]
         self.rows = [deque(row) for row in schedule.devices]
         self.queues: dict[tuple[int, int], deque[Step]] = defaultdict(deque)
         self.known: list[set[Step]] = [set() for _ in self.rows]  # own results and those that came in
@@ -100,7 +100,7 @@ class Machine:
                         raise Fault(f"device {device} left out a part of {segment}.{at}")
 
 
-def runs(schedule: Schedule, edges: Iterable[Edge | tuple[int, int]]) -> str:
+def runs(schedule: Schedule, edges: Iterable[StageEdge | tuple[int, int]]) -> str:
     """done, stuck, or a fault."""
     try:
         return Machine(schedule, edges).run()
@@ -108,7 +108,7 @@ def runs(schedule: Schedule, edges: Iterable[Edge | tuple[int, int]]) -> str:
         return f"fault: {fault}"
 
 
-def timed(schedule: Schedule, times: Sequence[Times], edges: Sequence[Edge]) -> dict[Step, float]:
+def timed(schedule: Schedule, times: Sequence[StageTimes], edges: Sequence[StageEdge]) -> dict[Step, float]:
     """When each step ends, found with a clock that goes from event to event. One edge at most between two segments."""
     machine = Machine(schedule, edges)
     split = {step[1:] for row in schedule.devices for step in row if step.kind == "W"}

@@ -5,7 +5,17 @@ import re
 import pytest
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule import Edge, Kept, Schedule, Step, check, gpipe, one_f_one_b, spread, zero_bubble
+from shardwright.schedule import (
+    MicrobatchMemory,
+    Schedule,
+    StageEdge,
+    Step,
+    check,
+    gpipe,
+    one_f_one_b,
+    spread,
+    zero_bubble,
+)
 
 CHAIN = [(0, 1)]
 
@@ -103,7 +113,7 @@ def test_values_may_skip_segments():
 def test_a_value_without_gradient_holds_no_backward_up():
     schedule = own("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1", microbatches=2)
 
-    check(schedule, [Edge(0, 1, 0.0, None)])
+    check(schedule, [StageEdge(0, 1, 0.0, None)])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def test_odd_edges_are_refused(edge, reason):
 
 
 def test_a_device_that_keeps_too_much_is_named():
-    sizes = [Kept(1000, 0)] * 4
+    sizes = [MicrobatchMemory(1000, 0)] * 4
     edges = [(at, at + 1) for at in range(3)]
 
     check(one_f_one_b(4, 8), edges, limit=4000, sizes=sizes)
@@ -131,9 +141,9 @@ def test_a_device_that_keeps_too_much_is_named():
 def test_what_w_still_needs_counts_until_w():
     edges = [(at, at + 1) for at in range(3)]
 
-    check(zero_bubble(4, 8), edges, limit=4000, sizes=[Kept(1000, 1000)] * 4)
+    check(zero_bubble(4, 8), edges, limit=4000, sizes=[MicrobatchMemory(1000, 1000)] * 4)
     with pytest.raises(ScheduleError, match=r"device 2: keeps 7,000 (.|\n)*device 3: keeps 8,000"):
-        check(zero_bubble(4, 8), edges, limit=6999, sizes=[Kept(1000, 2000)] * 4)
+        check(zero_bubble(4, 8), edges, limit=6999, sizes=[MicrobatchMemory(1000, 2000)] * 4)
 
 
 def test_a_limit_needs_sizes():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.schedule import (
-    Times,
+    StageTimes,
     draw,
     eager,
     forward_only,
@@ -39,7 +39,7 @@ PICTURES = {
     "forward": lambda: draw(forward_only(4, 6)),
     "unequal": lambda: draw(
         with_prologue(spread(one_f_one_b(3, 3), [(0,), (1, 2, 3), (4,)]), [2]),
-        [Times(1, 2), Times(1.5, 3), Times(1, 2, 0, 1)],
+        [StageTimes(1, 2), StageTimes(1.5, 3), StageTimes(1, 2, 0, 1)],
         [(0, 1, 0.5, 0.5), (1, 2, 0.5, 0.5)],
     ),
 }
@@ -65,10 +65,10 @@ def test_a_picture_is_no_wider_than_the_terminal():
 
 
 def test_steps_too_short_for_their_label_are_letters():
-    text = draw(gpipe(1, 3), [Times(0.1, 1)])
+    text = draw(gpipe(1, 3), [StageTimes(0.1, 1)])
 
     assert text.splitlines()[1] == "0 |ffff[    0     ][    1     ][    2     ]|"
 
 
 def test_steps_that_take_no_time_are_not_drawn():
-    assert draw(gpipe(1, 2), [Times(0, 0)]).splitlines()[1] == "0 ||"
+    assert draw(gpipe(1, 2), [StageTimes(0, 0)]).splitlines()[1] == "0 ||"

@@ -5,8 +5,8 @@ import pytest
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
     UNIT,
-    Kept,
-    Times,
+    MicrobatchMemory,
+    StageTimes,
     check,
     greedy,
     in_flight,
@@ -20,8 +20,8 @@ from .drawn import chain, graph
 from .machine import runs
 
 
-def seats(count):
-    return tuple((seat,) for seat in range(count))
+def pp_ranks(count):
+    return tuple((pp_rank,) for pp_rank in range(count))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -31,7 +31,7 @@ def test_it_makes_schedules_that_run_for_any_graph_on_any_devices(seed):
         edges = graph(random, segments := random.randint(1, 6))
         devices = random.randint(1, 4)
         holders = [tuple(sorted(random.sample(range(devices), random.randint(1, devices)))) for _ in range(segments)]
-        times = [Times(*(random.random() for _ in range(3))) for _ in range(segments)]
+        times = [StageTimes(*(random.random() for _ in range(3))) for _ in range(segments)]
         kinds = random.choice(["F", "FB", "FBW"])
 
         schedule = greedy(holders, random.randint(1, 5), times, edges, kinds=kinds)
@@ -43,26 +43,26 @@ def test_it_makes_schedules_that_run_for_any_graph_on_any_devices(seed):
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
 def test_it_is_as_fast_as_1f1b_in_the_same_memory(p, m):
-    schedule = greedy(seats(p), m, [UNIT] * p, chain(p), limit=p, kinds="FB")
+    schedule = greedy(pp_ranks(p), m, [UNIT] * p, chain(p), limit=p, kinds="FB")
 
     assert simulate(schedule, [UNIT] * p, chain(p)).total == simulate(one_f_one_b(p, m), [UNIT] * p, chain(p)).total
     assert max(in_flight(schedule)) == p
 
 
 def test_with_more_memory_unequal_stages_wait_for_the_slowest_only():
-    times = [Times(each, each, each) for each in (1.6, 1.4, 1.2, 1.0)]
-    schedule = greedy(seats(4), 12, times, chain(4), limit=7)
+    times = [StageTimes(each, each, each) for each in (1.6, 1.4, 1.2, 1.0)]
+    schedule = greedy(pp_ranks(4), 12, times, chain(4), limit=7)
 
     total = simulate(schedule, times, chain(4)).total
 
-    assert total == pytest.approx(lower_bound(seats(4), 12, times, chain(4), splits_weights=True))
+    assert total == pytest.approx(lower_bound(pp_ranks(4), 12, times, chain(4), splits_weights=True))
     assert total < simulate(zero_bubble(4, 12), times, chain(4)).total
     assert max(in_flight(schedule)) == 7
 
 
 def test_a_limit_in_bytes_is_kept():
-    sizes = [Kept(3000, 1000), Kept(2000, 500)]
-    schedule = greedy(seats(2), 8, [UNIT] * 2, chain(2), limit=7000, sizes=sizes)
+    sizes = [MicrobatchMemory(3000, 1000), MicrobatchMemory(2000, 500)]
+    schedule = greedy(pp_ranks(2), 8, [UNIT] * 2, chain(2), limit=7000, sizes=sizes)
 
     check(schedule, chain(2), limit=7000, sizes=sizes)
     assert in_flight(schedule, sizes)[0] > 6000
@@ -75,4 +75,4 @@ def test_a_limit_that_is_too_low_is_refused():
 
 def test_times_of_all_segments_are_needed():
     with pytest.raises(ScheduleError, match="there are 2 segments, but times of 1"):
-        greedy(seats(2), 2, [UNIT], chain(2))
+        greedy(pp_ranks(2), 2, [UNIT], chain(2))

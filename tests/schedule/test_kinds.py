@@ -13,8 +13,8 @@ from shardwright.schedule import (
     gpipe,
     in_flight,
     interleaved,
-    kind_named,
     one_f_one_b,
+    schedule_kind,
     simulate,
     spread,
     with_prologue,
@@ -35,7 +35,7 @@ def run(schedule):
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("name", [*KINDS, "interleaved:1", "interleaved:3"])
 def test_every_kind_passes_the_check(name, p, m):
-    kind = kind_named(name)
+    kind = schedule_kind(name)
     schedule = kind.make(p, m)
 
     check(schedule, chain(schedule.segments))
@@ -53,7 +53,7 @@ def test_gpipe_and_1f1b_wait_for_p_minus_1_of_m_plus_p_minus_1(make, p, m):
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_there_are_seats_ahead(p, m):
     assert in_flight(gpipe(p, m)) == (m,) * p
-    assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - seat) for seat in range(p))
+    assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - pp_rank) for pp_rank in range(p))
 
 
 def test_eager_hides_messages_and_keeps_up_to_twice_as_much():
@@ -122,7 +122,7 @@ def test_forward_only_takes_segments_on_any_devices():
 
 @pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
 def test_forward_only_with_several_segments_a_seat_is_still_one_wave(p, m, chunks):
-    schedule = forward_only(kind_named(f"interleaved:{chunks}").holders(p), m)
+    schedule = forward_only(schedule_kind(f"interleaved:{chunks}").holders(p), m)
 
     assert run(schedule).total == m * chunks + p - 1
 
@@ -148,10 +148,10 @@ def test_seats_may_differ_in_size_and_lie_anywhere():
     check(schedule, chain(4))
 
 
-@pytest.mark.parametrize("seats", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
-def test_seats_that_are_no_division_of_the_devices_are_refused(seats):
-    with pytest.raises(ScheduleError, match=r"seats"):
-        spread(gpipe(2, 2), seats)
+@pytest.mark.parametrize("pp_ranks", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
+def test_seats_that_are_no_division_of_the_devices_are_refused(pp_ranks):
+    with pytest.raises(ScheduleError, match=r"pipeline ranks"):
+        spread(gpipe(2, 2), pp_ranks)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,11 @@ def test_seats_that_are_no_division_of_the_devices_are_refused(seats):
         (lambda: gpipe(0, 1), "stages is 0"),
         (lambda: zbv(2, 0), "microbatches is 0"),
         (lambda: interleaved(0, 0, 0), "stages is 0, microbatches is 0, chunks is 0"),
-        (lambda: kind_named("gpip"), "no schedule 'gpip'; the known ones are gpipe, 1f1b, eager, interleaved, zb, zbv"),
-        (lambda: kind_named("interleaved:0"), "no schedule"),
+        (
+            lambda: schedule_kind("gpip"),
+            "no schedule 'gpip'; the known ones are gpipe, 1f1b, eager, interleaved, zb, zbv",
+        ),
+        (lambda: schedule_kind("interleaved:0"), "no schedule"),
     ],
 )
 def test_what_can_not_be_made_is_refused(make, reason):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule import KINDS, Schedule, Step, Times, check, forward_only, simulate, spread, with_prologue
+from shardwright.schedule import KINDS, Schedule, StageTimes, Step, check, forward_only, simulate, spread, with_prologue
 
 from .drawn import chain, good, graph, mutated, reordered
 from .machine import runs, timed
@@ -96,7 +96,7 @@ def test_the_simulation_agrees_with_a_clock_that_goes_from_event_to_event(seed):
         random = Random(seed * 1000 + case)
         edges = graph(random, segments := random.randint(1, 6))
         schedule = good(random, edges, segments)
-        times = [Times(*(random.random() for _ in range(4))) for _ in range(segments)]
+        times = [StageTimes(*(random.random() for _ in range(4))) for _ in range(segments)]
 
         run = simulate(schedule, times, edges)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.data import Rows
+from shardwright.data import ReplicaBatchSampler
 from shardwright.train import Callback, Checkpoints, CSVLogger, Logger, Trainer
 
 
@@ -79,7 +79,7 @@ def by_hand(
     model, data = net(), rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = schedule(optimizer) if schedule is not None else None
-    order = Rows(len(data), 8, shuffle=True, seed=4)
+    order = ReplicaBatchSampler(len(data), 8, shuffle=True, seed=4)
     found: dict[int, float] = {}
     for epoch in range(epochs):
         order.set_epoch(epoch)

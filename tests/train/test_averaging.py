@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwright.checkpoint import load_weights, save_weights
-from shardwright.train.averaging import Averaging
+from shardwright.train.ema_callback import EMACallback
 
 from .runs import Net, by_hand, close, losses, net, parameters, rows, trainer
 
@@ -26,7 +26,7 @@ def wanted(steps):
 
 
 def run(rank, folder, more):
-    averaging = Averaging(decay=0.9)
+    averaging = EMACallback(decay=0.9)
     made = trainer(folder, callbacks=[averaging], val_data=rows(5), **more)
     made.fit()
     after = parameters(made)
@@ -49,7 +49,7 @@ def test_the_average_on_two_ranks_is_that_of_one_device_and_goes_on_there(plan, 
 
 
 def test_the_average_leaves_as_ordinary_weights(tmp_path):
-    averaging = Averaging(decay=0.9)
+    averaging = EMACallback(decay=0.9)
     made = trainer(tmp_path, callbacks=[averaging], max_steps=3)
     made.fit()
     with averaging.applied():
@@ -62,6 +62,6 @@ def test_the_average_leaves_as_ordinary_weights(tmp_path):
 def test_a_run_that_had_no_average_begins_with_its_weights(tmp_path):
     made = trainer(tmp_path, max_steps=2)
     made.fit()
-    averaging = Averaging()
+    averaging = EMACallback()
     trainer(tmp_path, max_steps=2, callbacks=[averaging], resume="last").fit()
     close(dict(averaging.state_dict()["averages"]), parameters(made))

@@ -53,8 +53,8 @@ FAULTS = {
     ),
     "a word that is not one of some": (
         "plan: single",
-        "inputs: row",
-        "13: inputs: this must be one of ['same', 'rows'], and is row; did you mean 'rows'?",
+        "inputs: per_replic",
+        "13: inputs: this must be one of ['global', 'per_replica'], and is per_replic; did you mean 'per_replica'?",
     ),
     "a class that is not there": (
         "optim.SGD",

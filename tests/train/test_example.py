@@ -61,7 +61,7 @@ def start(words):
 
 
 def test_the_example_joins_the_ranks_of_torchrun(alone, tmp_path):
-    words = [*SMALL, "--plan", "dp=2", "--inputs", "rows", "--directory", str(tmp_path / "run")]
+    words = [*SMALL, "--plan", "dp=2", "--inputs", "per_replica", "--directory", str(tmp_path / "run")]
     for rank in launch(2, start, words, folder=tmp_path, timeout=200):
         assert rank.code == 0, rank.text
     same(tmp_path / "run", alone)

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import DriftError, InputError, NonFiniteError
-from shardwright.runtime import signals
+from shardwright.runtime.faults import signals
 from shardwright.train import Callback, CheckReplicas, NonFinite, StopOnSignal
 
 from .runs import by_hand, close, losses, parameters, rows, trainer
@@ -150,7 +150,7 @@ def drift(trainer):
 
 
 def fit_rows(rank, folder, more):
-    made = trainer(folder, train_data=rows(21), plan="dp=2", inputs="rows", val_data=rows(5), **more)
+    made = trainer(folder, train_data=rows(21), plan="dp=2", inputs="per_replica", val_data=rows(5), **more)
     made.fit()
     return losses(made), losses(made, "val_loss"), parameters(made)
 

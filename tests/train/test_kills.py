@@ -99,7 +99,7 @@ def test_torchrun_starts_a_killed_run_again(tmp_path):
 def test_a_disk_that_fills_up_in_a_run_loses_nothing(tmp_path, monkeypatch):
     wanted, values = by_hand(2)
     kept = Checkpoints(every=1, background=True)
-    write, left = disk.Writing.write, [40_000]
+    write, left = disk.AtomicFile.write, [40_000]
 
     def full(self, data):
         left[0] -= len(data)
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_in_a_run_loses_nothing(tmp_path, monkeypatch):
 
     first = trainer(tmp_path, checkpoints=kept)
     with monkeypatch.context() as patch:
-        patch.setattr(disk.Writing, "write", full)
+        patch.setattr(disk.AtomicFile, "write", full)
         with pytest.raises(CheckpointError, match="could not be saved: No space left on device"):
             first.fit()
     step = newest(tmp_path)

@@ -19,7 +19,14 @@ def run(rank, folder, more):
 
 @pytest.mark.parametrize(
     ("plan", "inputs"),
-    [("dp=2", "same"), ("tp=2", "same"), ("zero3=2", "same"), ("pp=2", "same"), ("zero2=2", "rows"), ("dp=2", "rows")],
+    [
+        ("dp=2", "global"),
+        ("tp=2", "global"),
+        ("zero3=2", "global"),
+        ("pp=2", "global"),
+        ("zero2=2", "per_replica"),
+        ("dp=2", "per_replica"),
+    ],
 )
 def test_two_ranks_train_as_one_device_does(plan, inputs, tmp_path, pools):
     def clip(step, model):
@@ -41,7 +48,7 @@ def test_two_ranks_train_as_one_device_does(plan, inputs, tmp_path, pools):
 def test_a_last_batch_that_groups_cannot_share_evenly_is_exact_too(tmp_path, pools):
     alone = trainer(tmp_path / "alone", train_data=rows(19), val_data=rows(5), micro_batch_size=4)
     alone.fit()
-    more = {"plan": "dp=2", "inputs": "rows", "train_data": rows(19), "val_data": rows(5), "micro_batch_size": 4}
+    more = {"plan": "dp=2", "inputs": "per_replica", "train_data": rows(19), "val_data": rows(5), "micro_batch_size": 4}
     found, held, progress = pools[2].run(run, tmp_path / "two", more)[0]
     close(found, losses(alone))
     close(held, parameters(alone))
@@ -51,7 +58,7 @@ def test_a_last_batch_that_groups_cannot_share_evenly_is_exact_too(tmp_path, poo
 
 def test_a_run_goes_on_with_fewer_and_with_more_ranks(tmp_path, pools):
     wanted, values = by_hand(3)
-    pools[2].run(run, tmp_path, {"plan": "zero3=2", "max_steps": 4, "inputs": "rows", "val_data": rows(5)})
+    pools[2].run(run, tmp_path, {"plan": "zero3=2", "max_steps": 4, "inputs": "per_replica", "val_data": rows(5)})
     alone = trainer(tmp_path, max_steps=7, resume="last")
     alone.fit()
     found, held, _ = pools[2].run(run, tmp_path, {"plan": "tp=2", "max_epochs": 3, "resume": "last"})[0]
@@ -91,7 +98,7 @@ def tokens(rank, folder):
     model = Words().double()
     made = trainer(
         folder, model=model, train_data=list(zip(ids, labels, strict=True)), max_steps=2, micro_batch_size=4,
-        plan="dp=2", inputs="rows", reduction="tokens", val_data=list(zip(ids, labels, strict=True)),
+        plan="dp=2", inputs="per_replica", reduction="tokens", val_data=list(zip(ids, labels, strict=True)),
     )  # fmt: skip
     made.fit()
     model = Words().double()

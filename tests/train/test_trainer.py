@@ -161,7 +161,7 @@ def test_reduced_by_tokens_a_step_in_parts_is_that_of_the_whole_batch(tmp_path):
         return made
 
     whole, parts = run("whole"), run("parts", micro_batch_size=2, reduction="tokens")
-    by_rows = run("rows", micro_batch_size=2)
+    by_rows = run("per_replica", micro_batch_size=2)
     close(losses(parts), losses(whole))
     close(parameters(parts), parameters(whole))
     assert abs(losses(by_rows)[1] - losses(whole)[1]) > 1e-4  # rows have unequally many labels

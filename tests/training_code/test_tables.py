@@ -129,7 +129,7 @@ def test_gcn(plan: str) -> None:
 def test_a_sparse_graph_is_passed_where_it_stays_whole() -> None:
     train = partial(gcn, sparse=True)
     check(train, "tp=2")
-    check_refused(train, "dp=2", InputError, "sparse tensors can't be cut", "dense")
+    check_refused(train, "dp=2", InputError, "sparse tensors can't be sharded", "dense")
 
 
 class Sequence(nn.Module):

@@ -7,7 +7,8 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.rules import parse, registry
-from shardwright.runtime import comm, linears
+from shardwright.runtime.algorithms import linears
+from shardwright.runtime.collectives import comm
 from shardwright.verify import first_difference, trace
 from tests.models.zoo import ZOO
 
@@ -86,14 +87,14 @@ def test_a_gelu_that_claims_to_be_linear_is_named(monkeypatch):
 
 
 def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
-    monkeypatch.setattr(comm, "fan_out", lambda x, group: x)
+    monkeypatch.setattr(comm, "replicate", lambda x, group: x)
     module, args, kwargs = ZOO["hf_gpt2"]()
 
     found = first_difference(module, "tp=2", example=(args, kwargs))
 
     assert found is not None
     assert found.phase == "backward"
-    assert " < fan_out " in found.op
+    assert " < replicate " in found.op
 
 
 def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monkeypatch):
@@ -108,15 +109,15 @@ def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monk
 
 
 def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
-    """The rule says that the weight's gradient is whole, where each rank has a part of it."""
+    """The rule says that the weight's gradient is replicated, where each rank has a pending sum."""
+    from shardwright.layout import INVARIANT
     from shardwright.rules.signature import Signature
 
     module, example = gated
     right = Signature._absent
 
     def wrong(self, bound, role, is_input):
-        found = right(self, bound, role, is_input)
-        return type(found)() if bound.value == "last_weight" else found
+        return INVARIANT if bound.value == "last_weight" else right(self, bound, role, is_input)
 
     monkeypatch.setattr(Signature, "_absent", wrong)
     found = first_difference(module, "dp=2", example=example)
@@ -136,7 +137,7 @@ def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
     (weights,) = [row for row in found.rows if row.phase == "forward" and row.op == "/ softmax"]
     assert weights.hashes[0] != weights.hashes[1]  # each rank has other rows
     assert all(digits in text for digits in weights.hashes)
-    loss = [row for row in found.rows if row.phase == "forward" and " < fan_in " in row.op][-1]
+    loss = [row for row in found.rows if row.phase == "forward" and " < all_reduce " in row.op][-1]
     assert loss.hashes[0] == loss.hashes[1]  # the loss is whole
 
 

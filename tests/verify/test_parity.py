@@ -8,7 +8,8 @@ from torch import nn
 
 from shardwright.errors import InputError, ParityError, PlanError
 from shardwright.parallelize import plan as make_plan
-from shardwright.runtime import comm, linears
+from shardwright.runtime.algorithms import linears
+from shardwright.runtime.collectives import comm
 from shardwright.verify import verify
 from tests.models.nets import RATE, SIGNS, Exact
 from tests.models.zoo import ZOO
@@ -39,7 +40,7 @@ def test_without_a_plan_one_of_each_kind_is_tried():
 
 
 def test_without_a_plan_a_fault_of_one_kind_is_a_fault(monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
     module, args, kwargs = ZOO["mlp"]()
     report = verify(module, example=(args, kwargs), steps=1)
 
@@ -184,13 +185,13 @@ def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
 
 
 def test_a_sum_that_is_forgotten_shows_in_the_output(monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert "output" in {row.kind for row in check("mlp", "tp=2", steps=1).failures}
 
 
 def test_an_update_of_a_buffer_that_is_lost_shows(monkeypatch):
-    from shardwright.runtime.model import ParallelModel
+    from shardwright.runtime.model.parallel_model import ParallelModel
 
     monkeypatch.setattr(ParallelModel, "_write_updates", lambda self, stage, holding: stage.updates.clear())
 
@@ -203,7 +204,7 @@ def test_a_step_that_is_not_taken_shows_in_the_parameters():
 
         def step(self, closure=None):
             if not isinstance(self.param_groups[0]["params"][0], nn.Parameter) or hasattr(
-                self.param_groups[0]["params"][0], "held"
+                self.param_groups[0]["params"][0], "spec"
             ):
                 return None
             return super().step(closure)

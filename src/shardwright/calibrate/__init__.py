@@ -17,10 +17,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..cluster import Cluster, Group, Node
+from ..cluster import Cluster, Node, NodeGroup
 from ..cluster.catalogue import USUAL, inside, usual_network
 from ..cluster.cluster import USUAL_OVERLAP
-from ..runtime import roll_call
+from ..runtime.collectives import objects
 from ..runtime.world import World, start
 from ..verify.ranks import run_processes
 from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_meeting, measure_overlap, meshes
@@ -58,7 +58,7 @@ def _rank(rank: int, effort: Effort) -> Cluster:
 def measure(effort: Effort) -> Cluster:
     """Measure the ranks that there are, all of them together; every rank gets the result."""
     world = start()
-    per_node = count_per_node(roll_call.objects(socket.gethostname(), "names of nodes"))
+    per_node = count_per_node(objects.all_gather_objects(socket.gethostname(), "names of nodes"))
     shapes = list(meshes(world.size, per_node))
     with _progress(world.rank == 0) as progress:
         total = len(series_of(effort)) + sum(len(kinds_in(ranks)) for ranks, _ in shapes)
@@ -68,8 +68,10 @@ def measure(effort: Effort) -> Cluster:
             progress.update(task, description=what, advance=1)
 
         crowded = is_crowded(world.device, per_node)
-        series = slowest(roll_call.objects(measure_ops(world.device, effort, advance, crowded), "times of ops"))
-        edge = max(roll_call.objects(measure_edge(world.device, series, effort, crowded), "times of edges"))
+        series = slowest(
+            objects.all_gather_objects(measure_ops(world.device, effort, advance, crowded), "times of ops")
+        )
+        edge = max(objects.all_gather_objects(measure_edge(world.device, series, effort, crowded), "times of edges"))
         measured = measure_collectives(world, per_node, effort, advance)
         overlap, meeting = USUAL_OVERLAP, 0.0
         if world.size > 1:  # both are small differences of large numbers
@@ -86,7 +88,7 @@ def measure(effort: Effort) -> Cluster:
     )
     return Cluster(
         name="measured",
-        groups=(Group(node=node, nodes=world.size // per_node),),
+        groups=(NodeGroup(node=node, nodes=world.size // per_node),),
         measured=measured,
         overlap=overlap,
         meeting=meeting,

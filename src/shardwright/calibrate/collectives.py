@@ -12,10 +12,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ..cluster import COLLECTIVES, Collective, Curve, Link, Measured
+from ..cluster import COLLECTIVES, Collective, Curve, Link, MeasuredCollective
 from ..errors import ClusterError
 from ..layout import Axis, Mesh
-from ..runtime import nearby
+from ..runtime.collectives import process_group
 from ..runtime.world import Group, Groups, World
 from .timing import Effort, once, seconds
 
@@ -24,15 +24,15 @@ SMALLEST = 1024  # bytes
 
 def measure_collectives(
     world: World, ranks_per_node: int, effort: Effort, advance: Callable[[str], None]
-) -> tuple[Measured, ...]:
-    found = []
+) -> tuple[MeasuredCollective, ...]:
+    tables = []
     for ranks, mesh in meshes(world.size, ranks_per_node):
         group = Groups(mesh)["group"]
         for kind in kinds_in(ranks):
             advance(f"{kind} {' + '.join(map(str, ranks))}")
             points = _points(kind, group, world, effort)
-            found.append(Measured(kind=kind, ranks=ranks, seconds=Curve(points)))
-    return tuple(found)
+            tables.append(MeasuredCollective(kind=kind, ranks=ranks, seconds=Curve(points)))
+    return tuple(tables)
 
 
 def kinds_in(ranks: tuple[int, ...]) -> tuple[Collective, ...]:
@@ -88,18 +88,18 @@ def _points(kind: Collective, group: Group, world: World, effort: Effort) -> tup
 def call(kind: Collective, size: int, group: Group, device: torch.device) -> tuple[Callable[[], object], int]:
     """A call of a collective with about so many bytes, and how many they are."""
     share = max(1, size // 4 // group.size)
-    whole, part = (torch.zeros(count, device=device) for count in (share * group.size, share))
-    other = torch.zeros_like(whole)
+    full, part = (torch.zeros(count, device=device) for count in (share * group.size, share))
+    other = torch.zeros_like(full)
     talk = group.process_group
     calls: dict[Collective, Callable[[], object]] = {
-        "all_reduce": lambda: nearby.all_reduce(whole, talk).wait(),
-        "all_gather": lambda: nearby.all_gather(whole, part, talk).wait(),
-        "reduce_scatter": lambda: nearby.reduce_scatter(part, whole, talk).wait(),
-        "all_to_all": lambda: nearby.all_to_all(other, whole, talk).wait(),
-        "broadcast": lambda: dist.broadcast(whole, group.ranks[0], group=talk),
-        "send": lambda: _send(whole, group),
+        "all_reduce": lambda: process_group.all_reduce(full, talk).wait(),
+        "all_gather": lambda: process_group.all_gather(full, part, talk).wait(),
+        "reduce_scatter": lambda: process_group.reduce_scatter(part, full, talk).wait(),
+        "all_to_all": lambda: process_group.all_to_all(other, full, talk).wait(),
+        "broadcast": lambda: dist.broadcast(full, group.ranks[0], group=talk),
+        "send": lambda: _send(full, group),
     }
-    return calls[kind], whole.nbytes
+    return calls[kind], full.nbytes
 
 
 def _send(tensor: torch.Tensor, group: Group) -> None:
@@ -120,7 +120,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
         message = torch.zeros(size, device=world.device)
 
         def run() -> None:
-            nearby.all_reduce(message, group.process_group).wait()
+            process_group.all_reduce(message, group.process_group).wait()
 
         run()
         return min(_all_agree(once(run, world.device), world) for _ in range(3)), message
@@ -132,7 +132,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
         talking, message = talk(2 * len(message))
 
     def both() -> None:
-        work = nearby.all_reduce(message, group.process_group)
+        work = process_group.all_reduce(message, group.process_group)
         compute()
         work.wait()
 
@@ -152,7 +152,7 @@ def measure_meeting(world: World, effort: Effort) -> float:
     compute = _products(384, 0.004, world)
 
     def talk() -> None:
-        nearby.all_reduce(message, group.process_group).wait()
+        process_group.all_reduce(message, group.process_group).wait()
 
     def both() -> None:
         compute()
@@ -181,12 +181,12 @@ def _products(side: int, seconds: float, world: World) -> Callable[[], None]:
 
 
 def _all_agree(value: float, world: World) -> float:
-    held = torch.tensor([value], dtype=torch.float64, device=world.device)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return float(held)
+    tensor = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
 
 
-def fit(name: str, measured: tuple[Measured, ...], across: bool) -> Link | None:
+def fit(name: str, measured: tuple[MeasuredCollective, ...], across: bool) -> Link | None:
     """A link for groups that were not measured, from the all_gathers of the smallest group that was.
 
     A ring of n passes S (n - 1) / n bytes in n - 1 hops.

@@ -44,7 +44,7 @@ def measure_ops(
     device: torch.device, effort: Effort, advance: Callable[[str], None], crowded: bool = False
 ) -> tuple[Series, ...]:
     """Every series on one device, in the order in which they are reported."""
-    found = []
+    efficiencies = []
     for kind, dtype in series_of(effort):
         advance(f"{kind} {name_of(dtype)}")
         points = []
@@ -53,19 +53,19 @@ def measure_ops(
             points.append((size, time))
             if time > effort.longest:
                 break
-        found.append(Series(kind=kind, dtype=name_of(dtype), points=tuple(points)))
-    return tuple(found)
+        efficiencies.append(Series(kind=kind, dtype=name_of(dtype), points=tuple(points)))
+    return tuple(efficiencies)
 
 
 def measure_edge(device: torch.device, measured: tuple[Series, ...], effort: Effort, crowded: bool = False) -> float:
     """The smallest side at which a product reaches half of what a square one of as many flops does."""
     squares = next(series for series in measured if series.kind == "matmul" and series.dtype == "float32")
     curve = Curve(squares.points)
-    rows, side = 64, 1024
-    a, b = torch.rand(rows, side, device=device), torch.rand(side, side, device=device)
+    samples, side = 64, 1024
+    a, b = torch.rand(samples, side, device=device), torch.rand(side, side, device=device)
     thin = seconds(lambda: a @ b, device, effort, crowded=crowded)
-    expected = curve.at(2.0 * rows * side * side)
-    return float(f"{max(0.0, rows * (thin / expected - 1.0)):.3g}")
+    expected = curve.at(2.0 * samples * side * side)
+    return float(f"{max(0.0, samples * (thin / expected - 1.0)):.3g}")
 
 
 def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
@@ -118,13 +118,13 @@ def _sizes(
 
 def slowest(ranks: list[tuple[Series, ...]]) -> tuple[Series, ...]:
     """The series of all ranks as one: at each size that every rank has come to, the longest time."""
-    found = []
+    times = []
     for same in zip(*ranks, strict=True):
         shared = min(len(series.points) for series in same)
         columns = zip(*(series.points[:shared] for series in same), strict=True)
         points = tuple((column[0][0], max(time for _, time in column)) for column in columns)
-        found.append(Series(kind=same[0].kind, dtype=same[0].dtype, points=points))
-    return tuple(found)
+        times.append(Series(kind=same[0].kind, dtype=same[0].dtype, points=points))
+    return tuple(times)
 
 
 def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, edge: float = 0.0) -> Device:

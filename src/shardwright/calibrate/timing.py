@@ -65,5 +65,5 @@ def seconds(
         return first
     calls = int(effort.each / max(first, 1e-7))
     count = max(1, min(1000, calls // BATCHES))
-    found = [agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls)))]
-    return median(found) if crowded else min(found)
+    times = [agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls)))]
+    return median(times) if crowded else min(times)

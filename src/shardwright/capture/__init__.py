@@ -1,28 +1,28 @@
 """`nn.Module` to `ir.Graph`: what is computed, at global shape, with nothing dropped silently."""
 
 from .assemble import capture, capture_pair
-from .auto import AUTO, find_opaque
-from .captured import Captured, Function, InputLeaf
-from .casting import cast, casting
+from .building.call_paths import input_paths, register_containers
+from .captured import CapturedGraph, ImportedFunction, InputLeaf
 from .copies import copy_module, rebind
-from .grad_mode import called_with_gradients
 from .interpret import run
-from .module_hooks import check_hooks
-from .opaque import experts, opaque
-from .part import Body, Opaque, OpaquePart
-from .real import NoValues, Real
-from .signature import input_paths, register_containers
-from .trace import without_collection
+from .tracing.casting import cast, casting
+from .tracing.export import without_collection
+from .tracing.grad_mode import called_with_gradients
+from .tracing.module_hooks import check_hooks
+from .user_calls.find_opaque import AUTO, find_opaque
+from .user_calls.opaque import experts, opaque
+from .user_calls.opaque_call import OpaqueBody, OpaqueCall, OpaqueModule
+from .user_calls.real_run import NoValues, Real
 
 __all__ = [
     "AUTO",
-    "Body",
-    "Captured",
-    "Function",
+    "CapturedGraph",
+    "ImportedFunction",
     "InputLeaf",
     "NoValues",
-    "Opaque",
-    "OpaquePart",
+    "OpaqueBody",
+    "OpaqueCall",
+    "OpaqueModule",
     "Real",
     "called_with_gradients",
     "capture",

@@ -13,27 +13,27 @@ from torch.utils import _pytree as pytree
 from ..batch_dim import find_batch_dim
 from ..errors import CaptureError
 from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
-from ..rules.kept import OPAQUE
-from .aliases import Handle
-from .auto import named, notes_of, widen
-from .branches import Branches
-from .branches import functions as run_branches
-from .captured import Captured, Function, InputLeaf
-from .convert import Conversion, Modes
+from ..rules.user_calls import OPAQUE
+from .building.aliases import TensorHandle
+from .building.call_paths import input_paths, output_paths
+from .building.control_flow import BranchGraphs
+from .building.control_flow import functions as run_branches
+from .building.convert import GraphConversion, Modes
+from .building.finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
+from .building.graph_builder import GraphBuilder
+from .building.leaves import Leaves
+from .captured import CapturedGraph, ImportedFunction, InputLeaf
 from .copies import copy_module
-from .draft import Draft
-from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .interpret import run_plain
-from .leaves import Leaves
-from .numbers import Number
-from .part import Body, Opaque, runner
-from .reads import Reads, everything
-from .real import Real
-from .registration import nothing_registered
-from .signature import input_paths, output_paths
-from .trace import Trace, trace, without_collection
+from .tracing.attribute_reads import Reads, everything
+from .tracing.export import Trace, trace, without_collection
+from .tracing.python_numbers import Number
+from .tracing.registration import nothing_registered
+from .user_calls.find_opaque import name_submodule, notes_of, widen
+from .user_calls.opaque_call import OpaqueBody, OpaqueCall, runner
+from .user_calls.real_run import Real
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @without_collection()
@@ -46,7 +46,7 @@ def capture(
     promote: bool = False,
     name: str | None = None,
     real: Real | None = None,
-) -> Captured:
+) -> CapturedGraph:
     """The graph of one call of a module, at the shapes of the example arguments.
 
     Parameters and inputs may be real, fake or on meta; nothing is run or allocated, and the
@@ -56,7 +56,7 @@ def capture(
     """
     module, args, kwargs = getattr(module, "_orig_mod", module), tuple(args), dict(kwargs or {})
 
-    def make() -> Captured:
+    def make() -> CapturedGraph:
         traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
         return _assembled(traced, module, args, kwargs, entry, promote, name)
 
@@ -68,11 +68,11 @@ def capture(
 def capture_pair(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Real,
     promote: Callable[[Graph], bool],
-) -> tuple[Captured, Captured | None]:  # fmt: skip
+) -> tuple[CapturedGraph, CapturedGraph | None]:  # fmt: skip
     """What `capture` gives without `promote` and, if that is wanted for this graph, with it: of one trace."""
     module = getattr(module, "_orig_mod", module)
 
-    def make() -> tuple[Captured, Captured | None]:
+    def make() -> tuple[CapturedGraph, CapturedGraph | None]:
         traced = trace(module, args, kwargs, real)
         plain = _assembled(traced, module, args, kwargs, entry, False, None)
         wanted = promote(plain.graph)
@@ -82,37 +82,39 @@ def capture_pair(
         return _widened(module, make)
 
 
-def _widened(module: nn.Module, make: Callable[[], Made]) -> Made:
+def _widened(module: nn.Module, make: Callable[[], Result]) -> Result:
     """What `make` gives, once all is opaque that has to be and may be."""
     while True:
         try:
             return make()
         except CaptureError as error:
             if not widen(module, error):
-                raise named(error) from error.__cause__
+                raise name_submodule(error) from error.__cause__
 
 
 def _assembled(
     traced: Trace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str, promote: bool,
     name: str | None,
-) -> Captured:  # fmt: skip
-    leaves = Leaves(module, traced, Draft())
+) -> CapturedGraph:  # fmt: skip
+    leaves = Leaves(module, traced, GraphBuilder())
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
-    branches = Branches(promote)
-    conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
+    branches = BranchGraphs(promote)
+    conversion = GraphConversion(
+        leaves.builder, traced.user_calls, frozenset(leaves.parameters), leaves.constant, branches
+    )
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
-    leaves.draft.notes += [*notes_of(module), *traced.notes]
+    leaves.builder.notes += [*notes_of(module), *traced.notes]
     graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
-    functions |= run_branches(lambda branch, given: run_plain(graph.branches[branch], given, functions))
-    return Captured(
+    functions |= run_branches(lambda branch, operands: run_plain(graph.branches[branch], operands, functions))
+    return CapturedGraph(
         graph=graph,
         in_spec=pytree.tree_structure((args, kwargs)),
         out_spec=_out_spec(traced),
-        input_leaves=tuple(_renamed(leaf, names, leaves.draft) for leaf in leaves.inputs),
+        input_leaves=tuple(_renamed(leaf, names, leaves.builder) for leaf in leaves.inputs),
         constants={
             names[value]: tensor.double() if promote and tensor.is_floating_point() else tensor
             for value, tensor in leaves.constants.items()
@@ -127,53 +129,56 @@ def _assembled(
     )
 
 
-def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, Opaque], branches: bool) -> Reads:
+def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, OpaqueCall], branches: bool) -> Reads:
     """The attributes that are constants: all, where dynamo has captured branches or a part runs as it is."""
     paths = [""] if branches else [call.path for call in opaques.values()]
     return traced.reads.union(*(everything(module, path) for path in paths))
 
 
 def _all_ops(graph: Graph) -> list[Op]:
-    return [op for held in (graph, *graph.branches.values()) for op in held.ops]
+    return [op for region in (graph, *graph.branches.values()) for op in region.ops]
 
 
-def _opaque(traced: Trace, op: Op, promote: bool) -> Opaque:
+def _opaque(traced: Trace, op: Op, promote: bool) -> OpaqueCall:
     """How an opaque submodule is called. Where floats are promoted, what it returns has to follow."""
-    call = traced.kept.calls[op.argument("op_key")]
-    assert isinstance(call, Opaque)
-    wide = tuple(replace(made, dtype=torch.float64) if made.dtype.is_floating_point else made for made in call.made)
-    return replace(call, made=wide) if promote else call
+    call = traced.user_calls.calls[op.argument("op_key")]
+    assert isinstance(call, OpaqueCall)
+    wide = tuple(
+        replace(output, dtype=torch.float64) if output.dtype.is_floating_point else output for output in call.outputs
+    )
+    return replace(call, outputs=wide) if promote else call
 
 
-def _runs_opaque(calls: Mapping[str, Opaque], module: nn.Module) -> Function:
+def _runs_opaque(calls: Mapping[str, OpaqueCall], module: nn.Module) -> ImportedFunction:
     """Runs them op by op, on copies, so that the module is left as it is."""
     parts = {call.path: module.get_submodule(call.path) for call in calls.values()}
-    bodies = {path: Body(copy_module(part)) for path, part in parts.items()}
-    return Function(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
+    bodies = {path: OpaqueBody(copy_module(part)) for path, part in parts.items()}
+    return ImportedFunction(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
 
 
 def _finish(
-    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: Branches
+    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: BranchGraphs
 ) -> tuple[Graph, dict[str, str]]:
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
-    draft = leaves.draft
+    builder = leaves.builder
     updates = {key: handle.read() for key, handle in leaves.buffers.items()}
     ends = [
-        held.read() if isinstance(held, Handle) else held.name if isinstance(held, Number) else None for held in results
+        result.read() if isinstance(result, TensorHandle) else result.name if isinstance(result, Number) else None
+        for result in results
     ]
     if promoted:
-        promote_floats(draft)
-    join_repeats(draft)
-    updates = {key: draft.now(held) for key, held in updates.items()}
-    ends = [None if held is None else draft.now(held) for held in ends]
-    drop_dead(draft, [held for held in (*ends, *updates.values()) if held is not None])
-    unread = leaves.constants.keys() - {held for step in draft.steps for held in step.inputs()} - set(ends)
-    names = value_names(draft, {held: wish for held, wish in leaves.wishes.items() if held not in unread})
+        promote_floats(builder)
+    join_repeats(builder)
+    updates = {key: builder.now(value) for key, value in updates.items()}
+    ends = [None if value is None else builder.now(value) for value in ends]
+    drop_dead(builder, [value for value in (*ends, *updates.values()) if value is not None])
+    unread = leaves.constants.keys() - {value for step in builder.steps for value in step.inputs()} - set(ends)
+    names = value_names(builder, {value: option for value, option in leaves.options.items() if value not in unread})
     batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
     graph = Graph(
         name=name,
         entry=entry,
-        values=values_of(draft, names),
+        values=values_of(builder, names),
         inputs=tuple(
             Input(value=names[leaf.value], path=leaf.path, batched=batched)
             for leaf, batched in zip(leaves.inputs, batch.batched, strict=True)
@@ -184,15 +189,15 @@ def _finish(
             for value, keys in leaves.parameters.items()
         ),
         buffers=_buffers(leaves, updates, names),
-        ops=ops_of(draft, names),
+        ops=ops_of(builder, names),
         outputs=tuple(
-            Output(path=path, value=names[end], number=isinstance(held, Number))
+            Output(path=path, value=names[end], number=isinstance(result, Number))
             if end is not None
-            else Output(path=path, literal=held)
-            for path, held, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
+            else Output(path=path, literal=result)
+            for path, result, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
         ),
         batch=batch.size,
-        notes=tuple(draft.notes),
+        notes=tuple(builder.notes),
         branches=branches.graphs,
     )
     return check(graph), names
@@ -207,22 +212,22 @@ def _out_spec(traced: Trace) -> pytree.TreeSpec:
 def _buffers(leaves: Leaves, updates: Mapping[str, str], names: Mapping[str, str]) -> tuple[Buffer, ...]:
     transient = {
         f"{path}.{key}" if path else key
-        for path, held in leaves.module.named_modules(remove_duplicate=False)
-        for key in held._non_persistent_buffers_set
+        for path, part in leaves.module.named_modules(remove_duplicate=False)
+        for key in part._non_persistent_buffers_set
     }
-    found: dict[str, Buffer] = {}
+    buffers: dict[str, Buffer] = {}
     for key, start in leaves.buffer_start.items():
         update = names[updates[key]] if updates[key] != start else None
         buffer = Buffer(value=names[start], key=key, persistent=key not in transient, update=update)
-        found.setdefault(start, buffer)
+        buffers.setdefault(start, buffer)
     for value in leaves.constants:
         if value in names:
-            key = f"constant.{len(found) - len(set(leaves.buffer_start.values()))}"
-            found[value] = Buffer(value=names[value], key=key, persistent=False)
-    return tuple(found.values())
+            key = f"constant.{len(buffers) - len(set(leaves.buffer_start.values()))}"
+            buffers[value] = Buffer(value=names[value], key=key, persistent=False)
+    return tuple(buffers.values())
 
 
-def _renamed(leaf: InputLeaf, names: Mapping[str, str], draft: Draft) -> InputLeaf:
+def _renamed(leaf: InputLeaf, names: Mapping[str, str], builder: GraphBuilder) -> InputLeaf:
     if leaf.value is None:
         return leaf
-    return replace(leaf, value=names[leaf.value], dtype=draft.facts[leaf.value].dtype)
+    return replace(leaf, value=names[leaf.value], dtype=builder.infos[leaf.value].dtype)

@@ -11,13 +11,13 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..ir import Graph
-from .part import Opaque
-from .reads import Reads
-from .variables import Variable
+from .tracing.attribute_reads import Reads
+from .tracing.variables import Variable
+from .user_calls.opaque_call import OpaqueCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Function:
+class ImportedFunction:
     """A function that the graph calls by name and that generated code has to import."""
 
     call: Callable[..., Any]
@@ -38,7 +38,7 @@ class InputLeaf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captured:
+class CapturedGraph:
     """A graph with everything that is needed to call it as the module was called."""
 
     graph: Graph
@@ -46,9 +46,9 @@ class Captured:
     out_spec: pytree.TreeSpec
     input_leaves: tuple[InputLeaf, ...]
     constants: Mapping[str, torch.Tensor]
-    functions: Mapping[str, Function]
+    functions: Mapping[str, ImportedFunction]
     keywords: tuple[str, ...] = ()  # the keyword arguments, in the order of in_spec
-    opaques: Mapping[str, Opaque] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
+    opaques: Mapping[str, OpaqueCall] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
     reads: Reads = frozenset()  # the attributes of modules that are constants in the graph
     variables: tuple[Variable, ...] = ()  # globals and the like that may be
     left: tuple[str, ...] = ()  # the attributes of modules that the call has set, and that a program does not
@@ -89,5 +89,5 @@ def _number(tensor: torch.Tensor | None) -> Any:
     return tensor.item()
 
 
-def same_literal(one: object, other: object) -> bool:
-    return type(one) is type(other) and bool(one == other)
+def same_literal(first: object, other: object) -> bool:
+    return type(first) is type(other) and bool(first == other)

@@ -7,7 +7,7 @@
 
 would then have a copy whose `mlpf` computes with the parameters of the original. So every function that the
 copy holds, and that can reach a module or a tensor of the original, is made anew with cells and defaults of its own.
-What a function reaches by a global name stays the original's: a capture refuses to read it (foreign.py).
+What a function reaches by a global name stays the original's: a capture refuses to read it (foreign_parameters.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _uncopied(module: nn.Module, error: Exception) -> str:
             if name in _TENSORS:
                 continue
             try:
-                copy.deepcopy(value, {id(one): one for one in module.modules()})
+                copy.deepcopy(value, {id(part): part for part in module.modules()})
             except Exception as fault:
                 where = f"{path}.{name}" if path else name
                 return (
@@ -86,7 +86,7 @@ class _Rebind:
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
         self._reaches: dict[int, bool] = {}
-        self._made: dict[int, Any] = {}
+        self._rebuilt: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no id is given twice
         self._written: set[int] = set()  # cells that a function writes to
 
@@ -111,19 +111,19 @@ class _Rebind:
             return value
         if id(value) in self._memo and not isinstance(value, types.FunctionType):
             return self._memo[id(value)]
-        if id(value) not in self._made:
+        if id(value) not in self._rebuilt:
             self._alive.append(value)
             for kind, rebuild in _REBUILDS:
                 if isinstance(value, kind):
-                    self._made[id(value)] = rebuild(value, self)
+                    self._rebuilt[id(value)] = rebuild(value, self)
                     break
             else:
                 self._object(value)
-        return self._made[id(value)]
+        return self._rebuilt[id(value)]
 
     def keep(self, original: Any, fresh: Any) -> None:
         """Know what is made of something before all of it is: a function may reach itself."""
-        self._made[id(original)] = fresh
+        self._rebuilt[id(original)] = fresh
 
     def cell(self, original: types.CellType) -> types.CellType:
         """One new cell for each old one: two functions that share a variable go on sharing it.
@@ -134,7 +134,7 @@ class _Rebind:
         self._alive.append(original)
         if id(original) not in self._written and _is_full(original) and not self._reach(original.cell_contents):
             return original
-        fresh: types.CellType = self._made.setdefault(id(original), types.CellType())
+        fresh: types.CellType = self._rebuilt.setdefault(id(original), types.CellType())
         return fresh
 
     def _object(self, value: Any) -> None:
@@ -183,9 +183,9 @@ def inside(value: Any) -> Iterable[Any]:
 
 def writes_of(code: types.CodeType) -> set[str]:
     """The variables around a function that it assigns, in functions inside of it too."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    inner = (held for held in code.co_consts if isinstance(held, types.CodeType))
-    return (found | {name for held in inner for name in writes_of(held)}) & {*code.co_freevars}
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return (names | {name for constant in inner for name in writes_of(constant)}) & {*code.co_freevars}
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..errors import CaptureError
-from ..ir import Source
-from .places import source_of
+from ..ir import SourceLine
+from .building.source_lines import source_of
 
 _BRANCH = (
     "guardondatadependent", "data-dependent", "could not guard", "cannot evaluate", "dynamic control flow",
@@ -28,7 +28,7 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
     return CaptureError(f"can't capture {type(module).__name__}{at}\n{advice}", culprit(module, error))
 
 
-def located(module: nn.Module, refused: CaptureError, error: BaseException) -> CaptureError:
+def with_source_line(module: nn.Module, refused: CaptureError, error: BaseException) -> CaptureError:
     """A refusal that was raised while the model ran, with the line that led to it."""
     where = _user_line(error)
     if where is not None and f"{where.file}:" not in str(refused):
@@ -41,17 +41,17 @@ def located(module: nn.Module, refused: CaptureError, error: BaseException) -> C
 
 def culprit(module: nn.Module, error: BaseException) -> str:
     """The path of the innermost submodule whose code an error came from."""
-    paths = {id(vars(held)): path for path, held in module.named_modules()}  # in a trace they are proxies
-    found = ""
-    for seen in causes(error):
-        for frame, _ in traceback.walk_tb(seen.__traceback__):
-            held = frame.f_locals.get("self")
-            if isinstance(held, nn.Module):
-                found = paths.get(id(vars(held)), found)
-    return found
+    paths = {id(vars(part)): path for path, part in module.named_modules()}  # in a trace they are proxies
+    innermost = ""
+    for cause in causes(error):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                innermost = paths.get(id(vars(owner)), innermost)
+    return innermost
 
 
-def unsupported(what: str, source: Source | None, remedy: str) -> CaptureError:
+def unsupported(what: str, source: SourceLine | None, remedy: str) -> CaptureError:
     """The error for something that traced but that a graph can't say."""
     at = f" at {source.file}:{source.line}\n    {source.code}\n" if source else ": "
     return CaptureError(f"can't capture the model{at}{what}. {remedy}")
@@ -83,18 +83,18 @@ def _advice(text: str, kind: str, reason: str) -> str:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what it came from, outermost first."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
-def _user_line(error: BaseException) -> Source | None:
+def _user_line(error: BaseException) -> SourceLine | None:
     """The innermost frame of the user's in the traceback of an error, or of what caused it."""
-    found: Source | None = None
-    for seen in causes(error):
-        found = source_of("".join(traceback.format_tb(seen.__traceback__))) or found
-    return found
+    line: SourceLine | None = None
+    for cause in causes(error):
+        line = source_of("".join(traceback.format_tb(cause.__traceback__))) or line
+    return line
 
 
 def _quoted_trace(text: str) -> str:

@@ -13,39 +13,41 @@ import torch
 
 from ..errors import GraphError, InputError
 from ..ir import Dtype, Graph, Op, Slot
-from .captured import Captured, Function
+from .captured import CapturedGraph, ImportedFunction
 
 Callback = Callable[[Op, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], None]
 
 
 def run(
-    captured: Captured | Graph,
+    captured: CapturedGraph | Graph,
     inputs: Sequence[torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    functions: Mapping[str, Function] | None = None,
+    functions: Mapping[str, ImportedFunction] | None = None,
     *,
     callback: Callback | None = None,
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(one entry per output, None for a literal; new values of buffers by key; every value by name)."""
-    graph = captured.graph if isinstance(captured, Captured) else captured
-    constants = captured.constants if isinstance(captured, Captured) else {}
-    known = {**(captured.functions if isinstance(captured, Captured) else {}), **(functions or {})}
+    graph = captured.graph if isinstance(captured, CapturedGraph) else captured
+    constants = captured.constants if isinstance(captured, CapturedGraph) else {}
+    known = {**(captured.functions if isinstance(captured, CapturedGraph) else {}), **(functions or {})}
     values = _start(graph, inputs, parameters, buffers, constants)
     for op in graph.ops:
-        given = tuple(values[name] for name in op.inputs)
-        made = run_op(op, given, known)
-        if len(made) != len(op.outputs):
-            raise GraphError(f"{op} gave {len(made)} values, the graph says {len(op.outputs)}")
-        values.update(zip(op.outputs, made, strict=True))
+        op_inputs = tuple(values[name] for name in op.inputs)
+        op_outputs = run_op(op, op_inputs, known)
+        if len(op_outputs) != len(op.outputs):
+            raise GraphError(f"{op} gave {len(op_outputs)} values, the graph says {len(op.outputs)}")
+        values.update(zip(op.outputs, op_outputs, strict=True))
         if callback is not None:
-            callback(op, given, made)
+            callback(op, op_inputs, op_outputs)
     outputs = [None if output.value is None else values[output.value] for output in graph.outputs]
     updates = {buffer.key: values[buffer.update] for buffer in graph.buffers if buffer.update is not None}
     return outputs, updates, values
 
 
-def run_plain(graph: Graph, inputs: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> list[torch.Tensor]:
+def run_plain(
+    graph: Graph, inputs: Sequence[torch.Tensor], functions: Mapping[str, ImportedFunction]
+) -> list[torch.Tensor]:
     """What a graph without parameters and buffers makes of its inputs: a branch, or the turn of a loop."""
     outputs, _, _ = run(graph, inputs, {}, {}, functions)
     return [tensor for tensor in outputs if tensor is not None]
@@ -60,7 +62,7 @@ def _start(
 ) -> dict[str, torch.Tensor]:
     if len(inputs) != len(graph.inputs):
         raise InputError(f"{graph.name} takes {len(graph.inputs)} tensors, got {len(inputs)}")
-    values = {held.value: tensor for held, tensor in zip(graph.inputs, inputs, strict=True)}
+    values = {graph_input.value: tensor for graph_input, tensor in zip(graph.inputs, inputs, strict=True)}
     for parameter in graph.parameters:
         values[parameter.value] = _first(parameter.keys, parameters)
     for buffer in graph.buffers:
@@ -75,8 +77,10 @@ def _first(keys: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Te
     raise InputError(f"no tensor was given for {keys[0]}")
 
 
-def run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> tuple[torch.Tensor, ...]:
-    arguments = {name: filled(value, given) for name, value in op.arguments}
+def run_op(
+    op: Op, tensors: Sequence[torch.Tensor], functions: Mapping[str, ImportedFunction]
+) -> tuple[torch.Tensor, ...]:
+    arguments = {name: filled(value, tensors) for name, value in op.arguments}
     with ExitStack() as stack:
         if op.no_grad:
             stack.enter_context(torch.no_grad())
@@ -87,8 +91,8 @@ def run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Functi
             result = functions[op.target].call(*arguments.values())
         else:
             result = overload_of(op)(**arguments)
-    made = result if isinstance(result, tuple | list) else (result,)
-    return tuple(held for held in made if isinstance(held, torch.Tensor))
+    results = result if isinstance(result, tuple | list) else (result,)
+    return tuple(tensor for tensor in results if isinstance(tensor, torch.Tensor))
 
 
 def overload_of(op: Op) -> Any:
@@ -96,12 +100,12 @@ def overload_of(op: Op) -> Any:
     return getattr(getattr(getattr(torch.ops, space), name), overload)
 
 
-def filled(value: Any, given: Sequence[torch.Tensor]) -> Any:
+def filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """An argument with tensors in its slots, as torch wants it."""
     if isinstance(value, Slot):
-        return given[value.index]
+        return tensors[value.index]
     if isinstance(value, Dtype):
         return getattr(torch, value)
     if isinstance(value, tuple):
-        return [filled(held, given) for held in value]
+        return [filled(inner, tensors) for inner in value]
     return value

@@ -8,14 +8,14 @@ from .convert import checkpoint_at, convert
 from .folder import CheckpointFolder, checkpoints_in
 from .loading import Loaded, Opened, load, open_checkpoint
 from .manifest import verify
-from .saving import Saving, save
+from .saving import PendingSave, save
 from .weights import load_weights, save_weights
 
 __all__ = [
     "CheckpointFolder",
     "Loaded",
     "Opened",
-    "Saving",
+    "PendingSave",
     "checkpoint_at",
     "checkpoints_in",
     "convert",

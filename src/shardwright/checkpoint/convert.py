@@ -19,11 +19,11 @@ from torch import Tensor
 from ..errors import CheckpointError, InputError
 from . import disk
 from .folder import latest_in
-from .index import HF_INDEX, INDEX, Chunk, Entry, Index, index_of_weights
+from .index import HF_INDEX, INDEX, Chunk, Index, IndexEntry, index_of_weights
 from .loading import open_checkpoint
 from .manifest import MANIFEST, Manifest, verify
 from .saving import STATE
-from .tensorfile import Mapped, Spec, TensorWriter, in_order
+from .tensorfile import MappedFiles, Spec, TensorWriter, in_order
 from .training import versions
 from .weights import SHARD, write_weights
 
@@ -31,7 +31,7 @@ Form = Literal["file", "hf", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class WeightSource:
     """Weights by their original keys, wherever they lie."""
 
     index: Index
@@ -39,31 +39,31 @@ class Source:
     tied: Mapping[str, str]
 
     def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
-        found = {}
+        specs = {}
         for key, inner in self.keys.items():
             spec = self.index.entries[inner].spec
             cast = dtype is not None and spec.dtype.is_floating_point
-            found[key] = Spec(dtype=dtype if dtype is not None and cast else spec.dtype, shape=spec.shape)
-        return found
+            specs[key] = Spec(dtype=dtype if dtype is not None and cast else spec.dtype, shape=spec.shape)
+        return specs
 
 
 def checkpoint_at(path: Path) -> Path | None:
     """The checkpoint that a path stands for: itself, or the latest of a folder of them."""
-    return disk.located(path, MANIFEST) or (latest_in(path) if path.is_dir() else None)
+    return disk.find_folder(path, MANIFEST) or (latest_in(path) if path.is_dir() else None)
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> WeightSource:
     """The weights of a checkpoint, checked, or of safetensors files."""
-    found = checkpoint_at(path)
-    if found is None:
+    folder = checkpoint_at(path)
+    if folder is None:
         if not path.exists():
             raise InputError(f"{path} is not there")
         index, tied = index_of_weights(path)
-        return Source(index=index, keys={key: key for key in index.entries}, tied=tied)
-    verify(found)
-    opened = open_checkpoint(found)
+        return WeightSource(index=index, keys={key: key for key in index.entries}, tied=tied)
+    verify(folder)
+    opened = open_checkpoint(folder)
     keys = {key.removeprefix("model/"): key for key in opened.index.entries if key.startswith("model/")}
-    return Source(index=opened.index, keys=keys, tied=opened.said["tied"])
+    return WeightSource(index=opened.index, keys=keys, tied=opened.state["tied"])
 
 
 def convert(
@@ -82,10 +82,10 @@ def convert(
         form = "file" if target.suffix == ".safetensors" else form
     if (form == "file") != (target.suffix == ".safetensors"):
         raise InputError(f"{target} can't be of form {form!r}: one file, and only that, is named x.safetensors")
-    mapped, specs = Mapped(), source.specs(dtype)
+    mapped, specs = MappedFiles(), source.specs(dtype)
 
     def get(key: str) -> Tensor:
-        return source.index.whole(source.keys[key], mapped).to(specs[key].dtype)
+        return source.index.full_tensor(source.keys[key], mapped).to(specs[key].dtype)
 
     if form == "checkpoint":
         try:
@@ -99,26 +99,28 @@ def convert(
     return form
 
 
-def _write_checkpoint(path: Path, source: Source, specs: Mapping[str, Spec], get: Callable[[str], Tensor]) -> None:
-    draft = disk.begin(path, MANIFEST)
+def _write_checkpoint(
+    path: Path, source: WeightSource, specs: Mapping[str, Spec], get: Callable[[str], Tensor]
+) -> None:
+    builder = disk.begin(path, MANIFEST)
     file = "rank-00000.safetensors"
     named = {f"model/{key}@{','.join('0' for _ in spec.shape)}": key for key, spec in specs.items()}
-    with TensorWriter(draft / file, {name: specs[key] for name, key in named.items()}) as writer:
+    with TensorWriter(builder / file, {name: specs[key] for name, key in named.items()}) as writer:
         for name in in_order({name: specs[key] for name, key in named.items()}):
             writer.add(name, get(named[name]))
     entries = {}
     for name, key in named.items():
         shape = specs[key].shape
         chunk = Chunk((0,) * len(shape), shape, file, writer.places[name].start)
-        entries[f"model/{key}"] = Entry(spec=specs[key], chunks=(chunk,))
-    said: dict[str, Any] = {
+        entries[f"model/{key}"] = IndexEntry(spec=specs[key], chunks=(chunk,))
+    metadata: dict[str, Any] = {
         "optimizers": [], "schedulers": [], "extra": {}, "data": None, "tied": dict(source.tied), "random": {},
         "plans": {}, "versions": versions(),
     }  # fmt: skip
     files = {file: writer.digest}
-    files[INDEX] = disk.write_text(draft / INDEX, Index(folder=draft, entries=entries).to_json())
-    files[STATE] = disk.write_text(draft / STATE, json.dumps(said))
-    Manifest(files=files, world=1, when=datetime.now(UTC).isoformat(timespec="seconds")).write(draft)
+    files[INDEX] = disk.write_text(builder / INDEX, Index(folder=builder, entries=entries).to_json())
+    files[STATE] = disk.write_text(builder / STATE, json.dumps(metadata))
+    Manifest(files=files, world=1, when=datetime.now(UTC).isoformat(timespec="seconds")).write(builder)
     disk.finish(path)
 
 

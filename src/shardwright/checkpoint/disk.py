@@ -31,7 +31,7 @@ class Digest:
     blake2b: str
 
 
-class Writing:
+class AtomicFile:
     """A new file that is digested as it is written. It is on the disk when the context ends."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Writing:
     def digest(self) -> Digest:
         return Digest(size=self.size, blake2b=self._hash.hexdigest())
 
-    def __enter__(self) -> Writing:
+    def __enter__(self) -> AtomicFile:
         return self
 
     def __exit__(
@@ -66,26 +66,26 @@ class Writing:
 
 def write_text(path: Path, text: str) -> Digest:
     """Write a small file that nothing reads yet."""
-    with Writing(path) as file:
+    with AtomicFile(path) as file:
         file.write(text.encode())
     return file.digest
 
 
 def replace_text(path: Path, text: str) -> None:
     """Put a text in the place of another: readers see one or the other."""
-    beside = path.with_name(path.name + PART)
-    write_text(beside, text)
-    move(beside, path)
+    draft = path.with_name(path.name + PART)
+    write_text(draft, text)
+    move(draft, path)
 
 
 def digest_of(path: Path) -> Digest:
     """The digest of a file that is there."""
-    found, size = hashlib.blake2b(digest_size=32), 0
+    hasher, size = hashlib.blake2b(digest_size=32), 0
     with path.open("rb") as file:
         while part := file.read(CHUNK):
-            found.update(part)
+            hasher.update(part)
             size += len(part)
-    return Digest(size=size, blake2b=found.hexdigest())
+    return Digest(size=size, blake2b=hasher.hexdigest())
 
 
 def sync_folder(path: Path) -> None:
@@ -114,36 +114,36 @@ def remove(path: Path) -> None:
 # -- a folder that gets its name when it is whole ---------------------------------------------
 
 
-def located(path: Path, mark: str) -> Path | None:
+def find_folder(path: Path, mark: str) -> Path | None:
     """The whole folder that a name stands for: a crash between two moves may have left it beside its name.
 
     A folder is whole if it has the file `mark`.
     """
-    beside = (path, path.with_name(path.name + PART), path.with_name(path.name + OLD))
-    return next((held for held in beside if (held / mark).is_file()), None)
+    candidates = (path, path.with_name(path.name + PART), path.with_name(path.name + OLD))
+    return next((folder for folder in candidates if (folder / mark).is_file()), None)
 
 
 def begin(path: Path, mark: str) -> Path:
     """An empty folder to write in, for what is to be named `path`."""
-    draft = path.with_name(path.name + PART)
+    builder = path.with_name(path.name + PART)
     if path.exists() and not (path / mark).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint; take another name, or remove it")
-    whole = located(path, mark)
-    if whole is not None and whole != path:
+    complete = find_folder(path, mark)
+    if complete is not None and complete != path:
         if path.exists():
             path.rmdir()  # it is empty, see above
-        move(whole, path)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    return draft
+        move(complete, path)
+    shutil.rmtree(builder, ignore_errors=True)
+    builder.mkdir(parents=True)
+    return builder
 
 
 def finish(path: Path) -> None:
     """Give a whole draft its name, in the place of what had it."""
-    draft, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
-    sync_folder(draft)
+    builder, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
+    sync_folder(builder)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         move(path, old)
-    move(draft, path)
+    move(builder, path)
     shutil.rmtree(old, ignore_errors=True)

@@ -28,12 +28,12 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, numpy.ndarray):
         return {"$": "array", "key": _keep(torch.from_numpy(numpy.array(value)), path, tensors)}
     if isinstance(value, list):
-        return [encode(one, f"{path}/{at}", tensors) for at, one in enumerate(value)]
+        return [encode(item, f"{path}/{at}", tensors) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, tensors)
     if isinstance(value, tuple | set | frozenset):
         kind = "tuple" if isinstance(value, tuple) else type(value).__name__
-        return {"$": kind, "items": [encode(one, f"{path}/{at}", tensors) for at, one in enumerate(value)]}
+        return {"$": kind, "items": [encode(item, f"{path}/{at}", tensors) for at, item in enumerate(value)]}
     return _encode_single(value, path)
 
 
@@ -60,8 +60,8 @@ def _encode_single(value: Any, path: str) -> Any:
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) is not Counter and all(isinstance(key, str) and key != "$" for key in value):
-        return {key: encode(one, f"{path}/{key}", tensors) for key, one in value.items()}
-    items = [[encode(key, path, tensors), encode(one, f"{path}/{key}", tensors)] for key, one in value.items()]
+        return {key: encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
+    items = [[encode(key, path, tensors), encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]
     return {"$": "counter" if type(value) is Counter else "dict", "items": items}
 
 
@@ -74,50 +74,50 @@ def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     return key
 
 
-def keys_of(held: Any) -> list[str]:
+def keys_of(encoded: Any) -> list[str]:
     """The keys of the tensors that an encoded value has."""
-    found: list[str] = []
-    decode(held, lambda key: found.append(key) or torch.empty(0))  # type: ignore[func-returns-value]
-    return found
+    keys: list[str] = []
+    decode(encoded, lambda key: keys.append(key) or torch.empty(0))  # type: ignore[func-returns-value]
+    return keys
 
 
-def decode(held: Any, tensor: Callable[[str], Tensor]) -> Any:
+def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
     """The value that was encoded; `tensor` finds a tensor by its key."""
-    if isinstance(held, list):
-        return [decode(one, tensor) for one in held]
-    if not isinstance(held, dict):
-        return held
-    kind = held.get("$")
+    if isinstance(encoded, list):
+        return [decode(item, tensor) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    kind = encoded.get("$")
     if kind is None:
-        return {key: decode(one, tensor) for key, one in held.items()}
+        return {key: decode(item, tensor) for key, item in encoded.items()}
     if kind in ("tensor", "array"):
-        found = tensor(held["key"])
-        return found if kind == "tensor" else found.numpy()
+        stored = tensor(encoded["key"])
+        return stored if kind == "tensor" else stored.numpy()
     if kind in ("dict", "counter"):
-        pairs = {decode(key, tensor): decode(one, tensor) for key, one in held["items"]}
+        pairs = {decode(key, tensor): decode(item, tensor) for key, item in encoded["items"]}
         return pairs if kind == "dict" else Counter(pairs)
     if kind in _SINGLE:
-        return _SINGLE[kind](held)
+        return _SINGLE[kind](encoded)
     if kind in _SEVERAL:
-        return _SEVERAL[kind](decode(one, tensor) for one in held["items"])
+        return _SEVERAL[kind](decode(item, tensor) for item in encoded["items"])
     raise CheckpointError(f"a checkpoint has a value of kind {kind!r}, which this version does not know")
 
 
-def _dtype(held: Mapping[str, Any]) -> torch.dtype:
-    found = getattr(torch, held["name"], None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{held['name']!r} is no dtype")
-    return found
+def _dtype(encoded: Mapping[str, Any]) -> torch.dtype:
+    dtype = getattr(torch, encoded["name"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{encoded['name']!r} is no dtype")
+    return dtype
 
 
 _SEVERAL: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _SINGLE: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "float": lambda held: float(held["value"]),
-    "bytes": lambda held: base64.b64decode(held["base64"]),
-    "complex": lambda held: complex(*(decode(part, _no_tensor) for part in held["parts"])),
-    "device": lambda held: torch.device(held["name"]),
+    "float": lambda encoded: float(encoded["value"]),
+    "bytes": lambda encoded: base64.b64decode(encoded["base64"]),
+    "complex": lambda encoded: complex(*(decode(part, _no_tensor) for part in encoded["parts"])),
+    "device": lambda encoded: torch.device(encoded["name"]),
     "dtype": _dtype,
-    "scalar": lambda held: numpy.dtype(held["dtype"]).type(decode(held["value"], _no_tensor)),
+    "scalar": lambda encoded: numpy.dtype(encoded["dtype"]).type(decode(encoded["value"], _no_tensor)),
 }
 
 

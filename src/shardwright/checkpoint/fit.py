@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import CheckpointError, raise_all
-from .census import Census
 from .index import Index
+from .key_owners import KeyOwners
 
 
 def fit(
-    census: Census, index: Index, tied: Mapping[str, str], prefix: str, strict: bool, what: str, under: str = ""
+    census: KeyOwners, index: Index, tied: Mapping[str, str], prefix: str, strict: bool, what: str, under: str = ""
 ) -> dict[str, str]:  # fmt: skip
     """For each tensor of the model its key in the index, both with `prefix`. All faults are raised at once.
 
@@ -24,7 +24,7 @@ def fit(
     for key, first in census.first.items():
         if key.startswith(under):
             mine.setdefault(first, []).append(key)
-    found: dict[str, str] = {}
+    saved_keys: dict[str, str] = {}
     loose, wrong = [], []
     for first, keys in mine.items():
         saved = next((tied.get(key, key) for key in keys if tied.get(key, key) in known), None)
@@ -33,8 +33,8 @@ def fit(
         elif known[saved] != census.shapes[first]:
             wrong.append(f"{first} has shape {census.shapes[first]}, and was saved with {known[saved]}")
         else:
-            found[first] = saved
-    used = set(census.first) | set(found.values())
+            saved_keys[first] = saved
+    used = set(census.first) | set(saved_keys.values())
     loose += [f"unexpected: {key}" for key in known if key not in used]
     raise_all(CheckpointError, f"{what} does not fit the model:", [*wrong, *(loose if strict else ())])
-    return {prefix + first: prefix + saved for first, saved in found.items()}
+    return {prefix + first: prefix + saved for first, saved in saved_keys.items()}

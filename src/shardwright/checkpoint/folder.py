@@ -21,14 +21,14 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import CheckpointError, InputError
-from ..runtime.optimizer import Optimizers
+from ..runtime.optimizer.adopt import Optimizers
 from ..runtime.world import here
 from . import disk
 from .loading import Loaded, load
 from .manifest import MANIFEST, Manifest, read_manifest
-from .meeting import meet
-from .saving import Saving, begin
-from .training import Schedulers, training
+from .ranks import checkpoint_ranks
+from .saving import PendingSave, begin
+from .training import Schedulers, training_state
 
 LATEST = "latest"
 
@@ -57,9 +57,9 @@ class CheckpointFolder:
         self, step: int, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
         data: Any = None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None,
         background: bool = False,
-    ) -> Saving:  # fmt: skip
+    ) -> PendingSave:  # fmt: skip
         """Save as step-000100, point at it, and remove what is not to be kept. See `sw.save`."""
-        held = training(model, optimizer, schedulers, extra)
+        state = training_state(model, optimizer, schedulers, extra)
         path = self.path / f"step-{step:06d}"
 
         def after() -> None:
@@ -67,14 +67,14 @@ class CheckpointFolder:
             for old in self._superfluous():
                 disk.remove(old)
 
-        return begin(path, held, data=data, step=step, metrics=metrics, background=background, after=after)
+        return begin(path, state, data=data, step=step, metrics=metrics, background=background, after=after)
 
     def load(
         self, model: nn.Module, optimizer: Optimizers = None, *, which: str | int = "latest",
         schedulers: Schedulers = None, extra: Mapping[str, Any] | None = None, rng: bool = True,
     ) -> Loaded | None:  # fmt: skip
         """Go on from the "latest", the "best" or that of a step. None if the folder has none. See `sw.load`."""
-        meeting = meet()
+        meeting = checkpoint_ranks()
         meeting.settle()
         chosen = meeting.together(lambda: self.find(which) if meeting.first else None)
         name = meeting.deal([chosen.name if chosen is not None else None] * meeting.size)
@@ -84,20 +84,20 @@ class CheckpointFolder:
 
     def wait(self) -> None:
         """Wait for the save that is still being written, and raise what went wrong with it."""
-        meet().settle()
+        checkpoint_ranks().settle()
 
     def find(self, which: str | int = "latest") -> Path | None:
         """The checkpoint of that name or step; None if the folder has none at all."""
-        found = checkpoints_in(self.path)
-        if not found:
+        checkpoints = checkpoints_in(self.path)
+        if not checkpoints:
             return None
         if which == "latest":
             return latest_in(self.path)
         if which == "best":
             return self.best()
         path = self.path / (f"step-{which:06d}" if isinstance(which, int) else which)
-        if path not in found:
-            raise CheckpointError(f"{path} is not there; there are {', '.join(held.name for held in found)}")
+        if path not in checkpoints:
+            raise CheckpointError(f"{path} is not there; there are {', '.join(path.name for path in checkpoints)}")
         return path
 
     def best(self) -> Path | None:
@@ -110,30 +110,32 @@ class CheckpointFolder:
         if self.metric is None:
             raise InputError('to find the best, the folder needs to know by which metric: metric="loss"')
         sign = 1.0 if self.mode == "min" else -1.0
-        found = {path: held.metrics.get(self.metric, math.nan) for path, held in checkpoints_in(self.path).items()}
-        newest = list(reversed([path for path, value in found.items() if not math.isnan(value)]))
-        return sorted(newest, key=lambda path: sign * found[path])
+        metrics = {
+            path: manifest.metrics.get(self.metric, math.nan) for path, manifest in checkpoints_in(self.path).items()
+        }
+        newest = list(reversed([path for path, value in metrics.items() if not math.isnan(value)]))
+        return sorted(newest, key=lambda path: sign * metrics[path])
 
     def _superfluous(self) -> list[Path]:
         if self.keep_last is None:
             return []
-        found = list(checkpoints_in(self.path))
-        keep = set(found[-self.keep_last :]) | {latest_in(self.path)}
+        checkpoints = list(checkpoints_in(self.path))
+        keep = set(checkpoints[-self.keep_last :]) | {latest_in(self.path)}
         if self.keep_best:
             keep |= set(self._ranked()[: self.keep_best])
-        return [path for path in found if path not in keep]
+        return [path for path in checkpoints if path not in keep]
 
 
 def checkpoints_in(folder: Path) -> dict[Path, Manifest]:
     """The whole checkpoints in a folder, in the order of their steps. One whose manifest is damaged is not whole."""
-    found: dict[Path, Manifest] = {}
+    manifests: dict[Path, Manifest] = {}
     for mark in folder.glob(f"step-*/{MANIFEST}"):
         if mark.parent.suffix not in (disk.PART, disk.OLD):
             try:
-                found[mark.parent] = read_manifest(mark.parent)
+                manifests[mark.parent] = read_manifest(mark.parent)
             except CheckpointError:
                 continue
-    return dict(sorted(found.items(), key=lambda item: (item[1].step or 0, item[0].name)))
+    return dict(sorted(manifests.items(), key=lambda item: (item[1].step or 0, item[0].name)))
 
 
 def latest_in(folder: Path) -> Path | None:
@@ -149,7 +151,7 @@ def tidy(folder: Path) -> None:
     """Remove what a crash has left half written or half removed, and give back the name of what was whole."""
     for left in [*folder.glob(f"step-*{disk.PART}"), *folder.glob(f"step-*{disk.OLD}")]:
         name = left.with_suffix("")
-        if left.is_dir() and disk.located(name, MANIFEST) == left:
+        if left.is_dir() and disk.find_folder(name, MANIFEST) == left:
             disk.move(left, name)
         elif left.is_dir():
             shutil.rmtree(left)

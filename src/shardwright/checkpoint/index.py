@@ -1,7 +1,7 @@
 """Where each tensor of a checkpoint lies: which boxes of it are in which file.
 
 `torch.distributed.checkpoint` keeps this in a pickle, which runs code when it is read; here it is
-JSON. `Reader` gives it to DCP's planner, which finds the boxes that overlap with what a rank
+JSON. `IndexReader` gives it to DCP's planner, which finds the boxes that overlap with what a rank
 wants, whatever plan they were saved under. Files of safetensors have an index too, with one
 box for each tensor, so that ordinary weights are read in the same way.
 """
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from .tensorfile import DTYPES, NAMES, Mapped, Place, Spec, read_header
+from .tensorfile import DTYPES, NAMES, MappedFiles, Spec, TensorOffset, read_header
 
 INDEX = "index.json"
 HF_INDEX = "model.safetensors.index.json"
@@ -48,21 +48,21 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class IndexEntry:
     """A tensor and its boxes."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
 
     def __post_init__(self) -> None:
-        held = sum(math.prod(chunk.sizes) for chunk in self.chunks)
+        count = sum(math.prod(chunk.sizes) for chunk in self.chunks)
         inside = all(
-            at >= 0 and size >= 0 and at + size <= whole
+            at >= 0 and size >= 0 and at + size <= full
             for chunk in self.chunks
-            for at, size, whole in zip(chunk.offsets, chunk.sizes, self.spec.shape, strict=True)
+            for at, size, full in zip(chunk.offsets, chunk.sizes, self.spec.shape, strict=True)
         )
-        if held != math.prod(self.spec.shape) or not inside:
-            raise ValueError(f"boxes of {held} elements for a tensor of shape {self.spec.shape}")
+        if count != math.prod(self.spec.shape) or not inside:
+            raise ValueError(f"boxes of {count} elements for a tensor of shape {self.spec.shape}")
         if len(self.chunks) > 1 and _overlap(self.chunks):
             raise ValueError(f"boxes that overlap for a tensor of shape {self.spec.shape}")
 
@@ -75,8 +75,8 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
         if math.prod(chunk.sizes)
     ]
     edges = [sorted({edge for span in spans for edge in span}) for spans in zip(*boxes, strict=True)]
-    numbers = [{edge: number for number, edge in enumerate(held)} for held in edges]
-    cells = torch.zeros([len(held) for held in edges], dtype=torch.bool)
+    numbers = [{edge: number for number, edge in enumerate(positions)} for positions in edges]
+    cells = torch.zeros([len(positions) for positions in edges], dtype=torch.bool)
     for box in boxes:
         own = cells[tuple(slice(at[low], at[high]) for at, (low, high) in zip(numbers, box, strict=True))]
         if own.any():
@@ -90,10 +90,10 @@ class Index:
     """The tensors in a folder of files."""
 
     folder: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, IndexEntry]
 
     def to_json(self) -> str:
-        held = {
+        tensors = {
             key: {
                 "dtype": NAMES[entry.spec.dtype],
                 "shape": entry.spec.shape,
@@ -101,21 +101,23 @@ class Index:
             }
             for key, entry in self.entries.items()
         }
-        return json.dumps({"tensors": held}, separators=(",", ":"))
+        return json.dumps({"tensors": tensors}, separators=(",", ":"))
 
-    def whole(self, key: str, mapped: Mapped) -> Tensor:
+    def full_tensor(self, key: str, mapped: MappedFiles) -> Tensor:
         """A tensor, put together."""
         entry = self.entries[key]
-        found = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
+        tensor = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
         for chunk in entry.chunks:
-            target = found
+            target = tensor
             for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dim, at, size)
             target.copy_(self.box(entry, chunk, [0] * len(chunk.sizes), chunk.sizes, mapped))
-        return found
+        return tensor
 
-    def box(self, entry: Entry, chunk: Chunk, at: Sequence[int], sizes: Sequence[int], mapped: Mapped) -> Tensor:
-        place = Place(spec=Spec(dtype=entry.spec.dtype, shape=chunk.sizes), start=chunk.start)
+    def box(
+        self, entry: IndexEntry, chunk: Chunk, at: Sequence[int], sizes: Sequence[int], mapped: MappedFiles
+    ) -> Tensor:
+        place = TensorOffset(spec=Spec(dtype=entry.spec.dtype, shape=chunk.sizes), start=chunk.start)
         return mapped.box(self.folder / chunk.file, place, at, sizes)
 
     def check_sizes(self) -> None:
@@ -135,8 +137,8 @@ class Index:
 def read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
-        held = json.loads(path.read_bytes())["tensors"]
-        index = Index(folder=folder, entries={key: _entry(one) for key, one in held.items()})
+        tensors = json.loads(path.read_bytes())["tensors"]
+        index = Index(folder=folder, entries={key: _entry(entry) for key, entry in tensors.items()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     outside = [name for name in index.files if Path(name).name != name]
@@ -146,11 +148,11 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def _entry(held: Mapping[str, Any]) -> Entry:
+def _entry(encoded: Mapping[str, Any]) -> IndexEntry:
     chunks = tuple(
-        Chunk(tuple(offsets), tuple(sizes), str(file), int(start)) for offsets, sizes, file, start in held["chunks"]
+        Chunk(tuple(offsets), tuple(sizes), str(file), int(start)) for offsets, sizes, file, start in encoded["chunks"]
     )
-    return Entry(spec=Spec(dtype=DTYPES[held["dtype"]], shape=tuple(held["shape"])), chunks=chunks)
+    return IndexEntry(spec=Spec(dtype=DTYPES[encoded["dtype"]], shape=tuple(encoded["shape"])), chunks=chunks)
 
 
 # -- ordinary weights --------------------------------------------------------------------------
@@ -182,22 +184,22 @@ def index_of_weights(path: Path) -> tuple[Index, dict[str, str]]:
         raise CheckpointError(
             f"{path} has no weights: neither {HF_SINGLE} nor {HF_INDEX}; pass a safetensors file, or a folder with one"
         )
-    entries: dict[str, Entry] = {}
+    entries: dict[str, IndexEntry] = {}
     tied: dict[str, str] = {}
     for file in files:
         places, metadata = read_header(file)
         for key, place in places.items():
             shape = place.spec.shape
             chunk = Chunk((0,) * len(shape), shape, file.name, place.start)
-            entries[key] = Entry(spec=place.spec, chunks=(chunk,))
-        tied |= {key: kept for key, kept in metadata.items() if kept in places and key not in places}
+            entries[key] = IndexEntry(spec=place.spec, chunks=(chunk,))
+        tied |= {key: first for key, first in metadata.items() if first in places and key not in places}
     return Index(folder=files[0].parent, entries=entries), tied
 
 
 # -- reading what a rank holds -----------------------------------------------------------------
 
 
-class Reader(StorageReader):
+class IndexReader(StorageReader):
     """An index as DCP's planner reads it. `names` says under which key to look for another."""
 
     def __init__(self, index: Index, names: Mapping[str, str] | None = None) -> None:
@@ -205,10 +207,10 @@ class Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         wanted = {key: key for key in self.index.entries} | self.names
-        return Metadata({key: _metadata(self.index.entries[found]) for key, found in wanted.items()})
+        return Metadata({key: _metadata(self.index.entries[saved]) for key, saved in wanted.items()})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        mapped = Mapped()
+        mapped = MappedFiles()
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
@@ -240,7 +242,7 @@ class Reader(StorageReader):
         return (Path(checkpoint_id) / INDEX).is_file()
 
 
-def _metadata(entry: Entry) -> TensorStorageMetadata:
+def _metadata(entry: IndexEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=entry.spec.dtype),
         size=torch.Size(entry.spec.shape),
@@ -251,7 +253,7 @@ def _metadata(entry: Entry) -> TensorStorageMetadata:
 @torch.no_grad()
 def read_into(targets: Mapping[str, Tensor], index: Index, names: Mapping[str, str] | None = None) -> None:
     """Fill tensors, DTensors and pieces with what the index has for their keys. No rank has to wait for another."""
-    reader = Reader(index, names)
+    reader = IndexReader(index, names)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), reader.read_metadata())
     reader.read_data(planner.create_local_plan(), planner)
@@ -262,9 +264,9 @@ __all__ = [
     "HF_SINGLE",
     "INDEX",
     "Chunk",
-    "Entry",
     "Index",
-    "Reader",
+    "IndexEntry",
+    "IndexReader",
     "find_weights",
     "index_of_weights",
     "read_index",

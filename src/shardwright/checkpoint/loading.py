@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
-from ..runtime.optimizer import Optimizers
+from ..runtime.optimizer.adopt import Optimizers
 from . import disk
-from .census import Census
 from .index import Index, read_index
+from .key_owners import KeyOwners
 from .manifest import MANIFEST, Manifest, damage, faults_of, read_manifest
-from .meeting import Meeting, meet
+from .ranks import CheckpointRanks, checkpoint_ranks
 from .saving import STATE
-from .training import Said, Schedulers, read_values, training
+from .training import Schedulers, StateValues, read_values, training_state
 
 PARTS = ("optimizers", "schedulers", "extra", "data", "tied", "random", "plans", "versions")
 
@@ -48,7 +48,7 @@ class Opened:
     folder: Path
     manifest: Manifest
     index: Index
-    said: Said
+    state: StateValues
 
 
 def load(
@@ -66,46 +66,46 @@ def load(
 
     Returns the step, the data's position, and all else that was saved.
     """
-    meeting = meet()
+    meeting = checkpoint_ranks()
     meeting.settle()
-    held = training(model, optimizer, schedulers, extra)
+    state = training_state(model, optimizer, schedulers, extra)
     opened = meeting.together(lambda: open_checkpoint(Path(path), meeting if check else None))
-    census = Census(model)
+    census = KeyOwners(model)
     world = opened.manifest.world
-    meeting.together(lambda: held.restore(opened.said, opened.index, census, world, strict=strict, rng=rng))
+    meeting.together(lambda: state.restore(opened.state, opened.index, census, world, strict=strict, rng=rng))
     census.renew()
-    others = {name: one for name, one in opened.said["extra"].items() if name not in held.extra}
+    others = {name: value for name, value in opened.state["extra"].items() if name not in state.extra}
     return Loaded(
         path=opened.folder,
         step=opened.manifest.step,
-        data=read_values(opened.said["data"], opened.index),
+        data=read_values(opened.state["data"], opened.index),
         extra=read_values(others, opened.index),
         metrics=opened.manifest.metrics,
-        plans=opened.said["plans"],
-        versions=opened.said["versions"],
+        plans=opened.state["plans"],
+        versions=opened.state["versions"],
         world=world,
     )
 
 
-def open_checkpoint(path: Path, meeting: Meeting | None = None) -> Opened:
+def open_checkpoint(path: Path, meeting: CheckpointRanks | None = None) -> Opened:
     """Read what a checkpoint has, without its tensors. `meeting` shares the work of checking digests."""
-    folder = disk.located(path, MANIFEST) or path
+    folder = disk.find_folder(path, MANIFEST) or path
     manifest = read_manifest(folder)
     mine = [] if meeting is None else list(manifest.files.items())[meeting.rank :: meeting.size]
     small = [(name, digest) for name, digest in manifest.files.items() if name.endswith(".json")]
     faults = faults_of(folder, dict([*mine, *small]).items())
     if faults:
         raise CheckpointError(damage(folder, faults))
-    return Opened(folder=folder, manifest=manifest, index=read_index(folder), said=_read_said(folder))
+    return Opened(folder=folder, manifest=manifest, index=read_index(folder), state=_read_state(folder))
 
 
-def _read_said(folder: Path) -> Said:
+def _read_state(folder: Path) -> StateValues:
     path = folder / STATE
     try:
-        said = json.loads(path.read_bytes())
-        missing = [name for name in PARTS if name not in said]
+        metadata = json.loads(path.read_bytes())
+        missing = [name for name in PARTS if name not in metadata]
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if missing:
         raise CheckpointError(f"{path} is damaged: it has no {', '.join(missing)}")
-    return dict(said)
+    return dict(metadata)

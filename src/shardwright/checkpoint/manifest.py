@@ -34,19 +34,19 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        return sum(held.size for held in self.files.values())
+        return sum(digest.size for digest in self.files.values())
 
     def write(self, folder: Path) -> None:
-        files = {name: {"bytes": held.size, "blake2b": held.blake2b} for name, held in sorted(self.files.items())}
-        said = {
+        files = {name: {"bytes": digest.size, "blake2b": digest.blake2b} for name, digest in sorted(self.files.items())}
+        content = {
             "format": FORMAT, "version": VERSION, "step": self.step, "metrics": dict(self.metrics),
             "world": self.world, "when": self.when, "files": files,
         }  # fmt: skip
-        disk.replace_text(folder / MANIFEST, json.dumps({**said, "digest": _digest(said)}, indent=1) + "\n")
+        disk.replace_text(folder / MANIFEST, json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n")
 
 
-def _digest(said: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=32).hexdigest()
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -56,18 +56,20 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is not a checkpoint, or not a whole one: it has no {MANIFEST}; pass a folder that sw.save wrote"
         )
     try:
-        said = json.loads(path.read_bytes())
-        if said.get("format") != FORMAT or said.pop("digest", None) != _digest(said):
+        content = json.loads(path.read_bytes())
+        if content.get("format") != FORMAT or content.pop("digest", None) != _digest(content):
             raise ValueError("its digest is another")
-        if said["version"] > VERSION:
-            raise CheckpointError(f"{folder} is of version {said['version']}; this shardwright reads up to {VERSION}")
-        files = {name: Digest(size=one["bytes"], blake2b=one["blake2b"]) for name, one in said["files"].items()}
+        if content["version"] > VERSION:
+            raise CheckpointError(f"{folder} has version {content['version']}; this shardwright reads up to {VERSION}")
+        files = {
+            name: Digest(size=entry["bytes"], blake2b=entry["blake2b"]) for name, entry in content["files"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if any(Path(name).name != name for name in files):
         raise CheckpointError(f"{path} names files outside of its folder")
     return Manifest(
-        files=files, world=said["world"], when=said["when"], step=said["step"], metrics=said["metrics"]
+        files=files, world=content["world"], when=content["when"], step=content["step"], metrics=content["metrics"]
     )  # fmt: skip
 
 
@@ -98,16 +100,16 @@ def verify(folder: str | Path) -> Manifest:
 def damage(folder: Path, faults: Iterable[str]) -> str:
     """What to say about a damaged checkpoint: all its faults, and which one beside it is whole."""
     lines = [f"the checkpoint {folder} is damaged:", *(f"  - {fault}" for fault in faults)]
-    other = next((held for held in others(folder) if _is_whole(held)), None)
+    other = next((checkpoint for checkpoint in unlisted_files(folder) if _is_whole(checkpoint)), None)
     lines.append(f"{other} is whole: load that one" if other is not None else "no other checkpoint beside it is whole")
     return "\n".join(lines)
 
 
-def others(folder: Path) -> list[Path]:
+def unlisted_files(folder: Path) -> list[Path]:
     """The checkpoints beside one, the newest first."""
-    beside = [held.parent for held in folder.absolute().parent.glob(f"*/{MANIFEST}")]
-    found = [held for held in beside if held.name != folder.name]
-    return sorted(found, key=lambda held: (held / MANIFEST).stat().st_mtime, reverse=True)
+    siblings = [other.parent for other in folder.absolute().parent.glob(f"*/{MANIFEST}")]
+    others = [other for other in siblings if other.name != folder.name]
+    return sorted(others, key=lambda other: (other / MANIFEST).stat().st_mtime, reverse=True)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, raise_all
-from ..runtime.parameters import ShardParameter, Untouched
-from ..runtime.state import state_value
-from ..runtime.state_values import as_state
-from .census import Census
+from ..runtime.parameters.sharded import ShardedParameter, Untouched
+from ..runtime.parameters.state_dicts import state_value
+from ..runtime.parameters.state_values import as_state
 from .encoding import decode, encode, keys_of
 from .index import Index
+from .key_owners import KeyOwners
 
 
-def collect(optimizer: Optimizer, path: str, census: Census, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def collect(optimizer: Optimizer, path: str, census: KeyOwners, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """What this rank can say of an optimizer, as JSON; pieces go to `tensors`."""
     groups = []
     state: dict[str, Any] = {}
@@ -37,31 +37,31 @@ def collect(optimizer: Optimizer, path: str, census: Census, tensors: dict[str, 
         groups.append({**encode(rest, f"{path}/groups/{number}", tensors), "params": names})
         for name, leaf in zip(names, group["params"], strict=True):
             if leaf in optimizer.state and census.writes(name):
-                held = {key: state_value(leaf, key, value) for key, value in optimizer.state[leaf].items()}
-                state[name] = encode(held, f"{path}/{name}", tensors)
+                values = {key: state_value(leaf, key, value) for key, value in optimizer.state[leaf].items()}
+                state[name] = encode(values, f"{path}/{name}", tensors)
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
-def joined(said: Sequence[Mapping[str, Any]], census: Census) -> dict[str, Any]:
+def merge_optimizers(parts: Sequence[Mapping[str, Any]], census: KeyOwners) -> dict[str, Any]:
     """One optimizer of what several stages said of theirs."""
-    found = {**said[0], "groups": [dict(group) for group in said[0]["groups"]], "state": dict(said[0]["state"])}
-    for other in said[1:]:
-        if len(other["groups"]) != len(found["groups"]):
+    merged = {**parts[0], "groups": [dict(group) for group in parts[0]["groups"]], "state": dict(parts[0]["state"])}
+    for other in parts[1:]:
+        if len(other["groups"]) != len(merged["groups"]):
             raise CheckpointError(
-                f"ranks have optimizers with {len(found['groups'])} and {len(other['groups'])} param groups; "
+                f"ranks have optimizers with {len(merged['groups'])} and {len(other['groups'])} param groups; "
                 "make the optimizer before parallelize, the same on all ranks"
             )
-        found["state"] |= other["state"]
-    for number, group in enumerate(found["groups"]):
-        names = {name for one in said for name in one["groups"][number]["params"]}
-        group["params"] = group["params"] if len(said) == 1 else census.sorted(names)
-    return found
+        merged["state"] |= other["state"]
+    for number, group in enumerate(merged["groups"]):
+        names = {name for part in parts for name in part["groups"][number]["params"]}
+        group["params"] = group["params"] if len(parts) == 1 else census.sorted(names)
+    return merged
 
 
 class Restored:
     """A saved optimizer on its way into one that is here: first check, then read, then set."""
 
-    def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], census: Census, index: Index) -> None:
+    def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], census: KeyOwners, index: Index) -> None:
         self._optimizer, self._saved, self._index = optimizer, saved, index
         self._names = {leaf: census.name_of(leaf) for group in optimizer.param_groups for leaf in group["params"]}
         self._on_device = {
@@ -70,7 +70,7 @@ class Restored:
             for leaf in group["params"]
         }
         self._groups: list[Mapping[str, Any]] = []
-        self._cut: dict[Any, frozenset[str]] = {}
+        self._sharded_keys: dict[Any, frozenset[str]] = {}
         self._local: dict[str, Tensor] = {}
         self.targets: dict[str, Tensor] = {}  # what to read, by key
         self._match()
@@ -78,7 +78,7 @@ class Restored:
             if name in saved["state"]:
                 self._make(leaf, name)
         for group in self._groups:
-            for key in keys_of({one: value for one, value in group.items() if one != "params"}):
+            for key in keys_of({option: value for option, value in group.items() if option != "params"}):
                 spec = index.entries[key].spec
                 self.targets[key] = self._local[key] = torch.empty(spec.shape, dtype=spec.dtype)
 
@@ -90,36 +90,36 @@ class Restored:
         for number, group in enumerate(self._optimizer.param_groups):
             names = [self._names[leaf] for leaf in group["params"]]
             missing = [name for name in names if name not in where]
-            found = sorted({where[name] for name in names if name in where}) or [number]
+            matches = sorted({where[name] for name in names if name in where}) or [number]
             if missing:
                 faults.append(f"group {number} has {', '.join(missing[:4])}, which the saved one did not train")
-            elif len(found) > 1 or found[0] >= len(groups):
-                faults.append(f"what is in group {number} was in groups {found} of {len(groups)}")
+            elif len(matches) > 1 or matches[0] >= len(groups):
+                faults.append(f"what is in group {number} was in groups {matches} of {len(groups)}")
             else:
-                self._groups.append(groups[found[0]])
+                self._groups.append(groups[matches[0]])
         kind = f"the optimizer does not fit the saved one ({self._saved['kind']}); build it as it was:"
         raise_all(CheckpointError, kind, faults)
 
     def _make(self, leaf: Any, name: str) -> None:
         """A place for each tensor of a parameter's state: a piece if it has the parameter's shape."""
-        cut: set[str] = set()
-        for part, held in self._saved["state"][name].items():
-            for key in keys_of(held):
+        sharded: set[str] = set()
+        for part, value in self._saved["state"][name].items():
+            for key in keys_of(value):
                 spec = self._index.entries[key].spec
-                shaped = isinstance(leaf, ShardParameter) and spec.shape == leaf.held.shape and spec.shape != ()
+                shaped = isinstance(leaf, ShardedParameter) and spec.shape == leaf.spec.shape and spec.shape != ()
                 dtype = self._dtype(leaf, name, part, spec.dtype)
-                if shaped and _is_direct(held):
+                if shaped and _is_direct(value):
                     assert leaf.groups is not None
                     with Untouched():
                         local = torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
-                    self.targets[key] = as_state(local, leaf.held, leaf.spread, leaf.groups)
-                    cut.add(part)
+                    self.targets[key] = as_state(local, leaf.spec, leaf.spread, leaf.groups)
+                    sharded.add(part)
                 else:
                     local = torch.empty(spec.shape, dtype=dtype, device=self._device(leaf, part))
                     self.targets[key] = local
                 self._local[key] = local
-        if isinstance(leaf, ShardParameter) and leaf.held.shape:
-            self._cut[leaf] = frozenset(cut)
+        if isinstance(leaf, ShardedParameter) and leaf.spec.shape:
+            self._sharded_keys[leaf] = frozenset(sharded)
 
     def _dtype(self, leaf: Any, name: str, part: str, saved: torch.dtype) -> torch.dtype:
         """As it was, unless the parameter has another dtype than it had: then as torch does it."""
@@ -129,8 +129,8 @@ class Restored:
 
     def _device(self, leaf: Any, part: str) -> torch.device:
         """torch keeps step counts on the CPU, but for the variants that count on the device."""
-        found: torch.device = leaf.device
-        return found if part != "step" or self._on_device[id(leaf)] else torch.device("cpu")
+        device: torch.device = leaf.device
+        return device if part != "step" or self._on_device[id(leaf)] else torch.device("cpu")
 
     def set(self) -> None:
         """Give the optimizer what was read."""
@@ -138,14 +138,14 @@ class Restored:
             rest = {key: value for key, value in saved.items() if key != "params"}
             group.update(decode(rest, self._local.__getitem__))
             for leaf in group["params"]:
-                held = self._saved["state"].get(self._names[leaf])
-                if held is None:
+                state = self._saved["state"].get(self._names[leaf])
+                if state is None:
                     self._optimizer.state.pop(leaf, None)
                     continue
-                self._optimizer.state[leaf] = decode(held, self._local.__getitem__)
-                if leaf in self._cut:
-                    leaf.cut_state = self._cut[leaf]
+                self._optimizer.state[leaf] = decode(state, self._local.__getitem__)
+                if leaf in self._sharded_keys:
+                    leaf.sharded_keys = self._sharded_keys[leaf]
 
 
-def _is_direct(held: Any) -> bool:
-    return isinstance(held, dict) and held.get("$") == "tensor"
+def _is_direct(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("$") == "tensor"

@@ -1,7 +1,7 @@
 """What ranks draw from outside of the model: torch's, numpy's and Python's generators, as bytes in a tensor.
 
 What a compiled model draws itself depends on a key and a step, not on a generator
-(`runtime/random.py`); its step is saved with the model. A run on another number of ranks
+(`runtime/algorithms/random.py`); its step is saved with the model. A run on another number of ranks
 gives rank r what rank r % n had.
 """
 
@@ -23,22 +23,22 @@ def generators() -> Tensor:
     """The state of this rank's generators."""
     kind, keys, position, has_gauss, cached = numpy.random.get_state()
     version, inner, gauss = random.getstate()
-    held: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": _text(torch.get_rng_state()),
         "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
         "numpy": [str(kind), numpy.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "python": [version, list(inner), gauss],
     }
-    return torch.frombuffer(bytearray(json.dumps(held).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
 def set_generators(saved: Tensor) -> None:
     """Go on drawing as a rank did when it saved."""
     try:
-        held = json.loads(saved.cpu().numpy().tobytes())
-        kind, keys, position, has_gauss, cached = held["numpy"]
-        version, inner, gauss = held["python"]
-        states = [None if held[name] is None else _bytes(held[name]) for name in ("torch", "cuda")]
+        values = json.loads(saved.cpu().numpy().tobytes())
+        kind, keys, position, has_gauss, cached = values["numpy"]
+        version, inner, gauss = values["python"]
+        states = [None if values[name] is None else _bytes(values[name]) for name in ("torch", "cuda")]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the state of the generators can't be read: {error!r}") from error
     if states[0] is not None:

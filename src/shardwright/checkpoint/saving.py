@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..errors import CheckpointError
-from ..runtime.optimizer import Optimizers
+from ..runtime.optimizer.adopt import Optimizers
 from . import disk
-from .census import Census
 from .disk import Digest
-from .index import INDEX, Chunk, Entry, Index
+from .index import INDEX, Chunk, Index, IndexEntry
+from .key_owners import KeyOwners
 from .manifest import MANIFEST, Manifest
-from .meeting import Meeting, meet
+from .ranks import CheckpointRanks, checkpoint_ranks
 from .tensorfile import Spec, TensorWriter, in_order
-from .training import Said, Schedulers, joined, training
+from .training import Schedulers, StateValues, merge_stages, training_state
 
 STATE = "state.json"
 
 
-class Saving:
+class PendingSave:
     """A save, which may still be written."""
 
     def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
@@ -80,7 +80,7 @@ def save(
     path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
     data: Any = None, extra: Mapping[str, Any] | None = None, step: int | None = None,
     metrics: Mapping[str, float] | None = None, background: bool = False,
-) -> Saving:  # fmt: skip
+) -> PendingSave:  # fmt: skip
     """Write a checkpoint that a run under any plan, on any number of ranks, can go on from. All ranks call it.
 
     optimizer   one, or a list
@@ -95,26 +95,26 @@ def save(
     Random generators, the plan and versions are saved too. What was there under the same name is replaced when the
     new one is whole.
     """
-    held = training(model, optimizer, schedulers, extra)
-    return begin(Path(path), held, data=data, step=step, metrics=metrics, background=background)
+    state = training_state(model, optimizer, schedulers, extra)
+    return begin(Path(path), state, data=data, step=step, metrics=metrics, background=background)
 
 
 def begin(
-    path: Path, held: Any, *, data: Any, step: int | None, metrics: Mapping[str, float] | None, background: bool,
+    path: Path, state: Any, *, data: Any, step: int | None, metrics: Mapping[str, float] | None, background: bool,
     after: Callable[[], None] | None = None,
-) -> Saving:  # fmt: skip
+) -> PendingSave:  # fmt: skip
     """Save; `after` is called on the first rank when the folder has its name."""
-    meeting = meet()
+    meeting = checkpoint_ranks()
     meeting.settle()
-    census = Census(held.model)
+    census = KeyOwners(state.model)
     census.check_ready()
-    tensors, said = meeting.together(lambda: held.collect(census, data))
-    writing = _plan(path, meeting, census, tensors, said)
+    tensors, metadata = meeting.together(lambda: state.collect(census, data))
+    writing = _plan(path, meeting, census, tensors, metadata)
     manifest = Manifest(
         files={}, world=meeting.size, when=datetime.now(UTC).isoformat(timespec="seconds"), step=step,
         metrics={name: float(value) for name, value in (metrics or {}).items()},
     )  # fmt: skip
-    saving = Saving(path)
+    saving = PendingSave(path)
     if background:
         snapshot = meeting.together(writing.snapshot)
         saving.write_beside(lambda: snapshot.write(meeting, manifest, after))
@@ -124,39 +124,41 @@ def begin(
     return saving
 
 
-def _plan(path: Path, meeting: Meeting, census: Census, tensors: dict[str, Tensor], said: Said | None) -> _Writing:
+def _plan(
+    path: Path, meeting: CheckpointRanks, census: KeyOwners, tensors: dict[str, Tensor], state: StateValues | None
+) -> _RankWriter:
     """Which rank writes what: each piece once."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=meeting.first)
-    every = meeting.gather((planner.create_local_plan(), said))
-    metadata, whole, plans = None, None, [SavePlan([])] * meeting.size
+    every = meeting.gather((planner.create_local_plan(), state))
+    metadata, merged, plans = None, None, [SavePlan([])] * meeting.size
 
     def settle() -> None:
-        nonlocal metadata, whole, plans
+        nonlocal metadata, merged, plans
         if meeting.first:
             plans, metadata = planner.create_global_plan([plan for plan, _ in every])
-            whole = joined([held for _, held in every], census)
+            merged = merge_stages([state for _, state in every], census)
             disk.begin(path, MANIFEST)
 
     meeting.together(settle)
     mine = planner.finish_plan(meeting.deal(plans))
-    draft = path.with_name(path.name + disk.PART)
-    meeting.together(lambda: _check_shared(draft))
+    builder = path.with_name(path.name + disk.PART)
+    meeting.together(lambda: _check_shared(builder))
     items = [item for item in mine.items if math.prod(_spec(item).shape) or not math.prod(_data(item).size)]
-    return _Writing(
+    return _RankWriter(
         path=path,
         rank=meeting.rank,
         items=items,
         tensors=[lambda item=item: planner.resolve_data(item) for item in items],  # type: ignore[misc]
         metadata=metadata,
-        said=whole,
+        state=merged,
     )
 
 
-def _check_shared(draft: Path) -> None:
-    if not draft.is_dir():
+def _check_shared(builder: Path) -> None:
+    if not builder.is_dir():
         raise CheckpointError(
-            f"{draft} is not there, and the first rank has made it: save where all ranks see the same"
+            f"{builder} is not there, and the first rank has made it: save where all ranks see the same"
         )
 
 
@@ -167,12 +169,12 @@ def _data(item: WriteItem) -> Any:
 
 
 def _spec(item: WriteItem) -> Spec:
-    held = _data(item)
-    return Spec(dtype=held.properties.dtype, shape=tuple(held.chunk.sizes))
+    data = _data(item)
+    return Spec(dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Writing:
+class _RankWriter:
     """What one rank writes, and on the first rank what the whole is."""
 
     path: Path
@@ -180,34 +182,36 @@ class _Writing:
     items: list[WriteItem]
     tensors: list[Callable[[], Tensor]]
     metadata: Metadata | None
-    said: Said | None
+    state: StateValues | None
 
-    def snapshot(self) -> _Writing:
+    def snapshot(self) -> _RankWriter:
         """The same with copies of the tensors, in the memory of the CPU."""
-        copied = [torch.empty(held.shape, dtype=held.dtype).copy_(held) for held in (get() for get in self.tensors)]
-        kept: list[Callable[[], Tensor]] = [lambda held=held: held for held in copied]  # type: ignore[misc]
-        return _Writing(
-            path=self.path, rank=self.rank, items=self.items, tensors=kept, metadata=self.metadata, said=self.said
+        copied = [
+            torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in (get() for get in self.tensors)
+        ]
+        getters: list[Callable[[], Tensor]] = [lambda tensor=tensor: tensor for tensor in copied]  # type: ignore[misc]
+        return _RankWriter(
+            path=self.path, rank=self.rank, items=self.items, tensors=getters, metadata=self.metadata, state=self.state
         )
 
-    def write(self, meeting: Meeting, manifest: Manifest, after: Callable[[], None] | None) -> None:
+    def write(self, meeting: CheckpointRanks, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Write the own file; the first rank then makes the checkpoint of all. An error is one on all ranks."""
-        draft = self.path.with_name(self.path.name + disk.PART)
+        builder = self.path.with_name(self.path.name + disk.PART)
         try:
-            file, digest, places = meeting.together(lambda: _explained(draft, lambda: self._write_tensors(draft)))
+            file, digest, places = meeting.together(lambda: _explained(builder, lambda: self._write_tensors(builder)))
             every = meeting.gather((file, digest, places))
-            meeting.together(lambda: _explained(draft, lambda: self._finish(draft, manifest, every, after)))
+            meeting.together(lambda: _explained(builder, lambda: self._finish(builder, manifest, every, after)))
         except Exception:
-            if meeting.first and draft.exists():
-                disk.remove(draft)  # it takes room that may be needed
+            if meeting.first and builder.exists():
+                disk.remove(builder)  # it takes room that may be needed
             raise
 
-    def _write_tensors(self, draft: Path) -> tuple[str, Digest, dict[str, list[int]]]:
+    def _write_tensors(self, builder: Path) -> tuple[str, Digest, dict[str, list[int]]]:
         file = f"rank-{self.rank:05d}.safetensors"
         named = {f"{item.index.fqn}@{','.join(map(str, _data(item).chunk.offsets))}": item for item in self.items}
         sources = dict(zip(named, self.tensors, strict=True))
         specs = {name: _spec(item) for name, item in named.items()}
-        with TensorWriter(draft / file, specs) as writer:
+        with TensorWriter(builder / file, specs) as writer:
             for name in in_order(specs):
                 writer.add(name, sources[name]())
         places = {name: [writer.places[name].start] for name in named}
@@ -215,7 +219,7 @@ class _Writing:
 
     def _finish(
         self,
-        draft: Path,
+        builder: Path,
         manifest: Manifest,
         every: list[tuple[str, Digest, dict[str, list[int]]]],
         after: Callable[[], None] | None,
@@ -224,39 +228,39 @@ class _Writing:
             return
         files = {file: digest for file, digest, _ in every}
         starts = {name: (file, start) for file, _, places in every for name, (start,) in places.items()}
-        index = _index(draft, self.metadata, starts)
-        files[INDEX] = disk.write_text(draft / INDEX, index.to_json())
-        files[STATE] = disk.write_text(draft / STATE, json.dumps(self.said))
+        index = _index(builder, self.metadata, starts)
+        files[INDEX] = disk.write_text(builder / INDEX, index.to_json())
+        files[STATE] = disk.write_text(builder / STATE, json.dumps(self.state))
         Manifest(
             files=files, world=manifest.world, when=manifest.when, step=manifest.step, metrics=manifest.metrics
-        ).write(draft)
+        ).write(builder)
         disk.finish(self.path)
         if after is not None:
             after()
 
 
-def _explained(draft: Path, write: Callable[[], Any]) -> Any:
+def _explained(builder: Path, write: Callable[[], Any]) -> Any:
     try:
         return write()
     except OSError as error:
         raise CheckpointError(
-            f"{draft.with_suffix('')} could not be saved: {error.strerror or error} ({error.filename or draft}); "
+            f"{builder.with_suffix('')} could not be saved: {error.strerror or error} ({error.filename or builder}); "
             "what was there before is untouched"
         ) from error
 
 
 def _index(folder: Path, metadata: Metadata, starts: Mapping[str, tuple[str, int]]) -> Index:
     entries = {}
-    for key, held in metadata.state_dict_metadata.items():
-        assert isinstance(held, TensorStorageMetadata)
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
         chunks = []
-        for chunk in held.chunks:
+        for chunk in stored.chunks:
             name = f"{key}@{','.join(map(str, chunk.offsets))}"
             if name in starts:
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *starts[name]))
-        spec = Spec(dtype=held.properties.dtype, shape=tuple(held.size))
-        entries[key] = Entry(spec=spec, chunks=tuple(chunks))
+        spec = Spec(dtype=stored.properties.dtype, shape=tuple(stored.size))
+        entries[key] = IndexEntry(spec=spec, chunks=tuple(chunks))
     return Index(folder=folder, entries=entries)
 
 
-__all__ = ["STATE", "Saving", "begin", "save"]
+__all__ = ["STATE", "PendingSave", "begin", "save"]

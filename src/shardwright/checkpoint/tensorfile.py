@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .disk import Digest, Writing
+from .disk import AtomicFile, Digest
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -48,7 +48,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorOffset:
     """Where the bytes of a tensor begin in a file."""
 
     spec: Spec
@@ -66,13 +66,13 @@ class TensorWriter:
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
         self._left = in_order(specs)
         self._specs = specs
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorOffset] = {}
         self._header = _header(specs, self._left, metadata)
         at = len(self._header)
         for name in self._left:
-            self.places[name] = Place(spec=specs[name], start=at)
+            self.places[name] = TensorOffset(spec=specs[name], start=at)
             at += specs[name].size
-        self._file = Writing(path)
+        self._file = AtomicFile(path)
 
     def add(self, name: str, tensor: Tensor) -> None:
         if not self._left or self._left[0] != name or Spec(dtype=tensor.dtype, shape=tuple(tensor.shape)) != (
@@ -105,21 +105,21 @@ class TensorWriter:
 
 
 def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str] | None) -> bytes:
-    held: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name in order:
         spec = specs[name]
         if spec.dtype not in NAMES:
             raise CheckpointError(f"{name} is of {spec.dtype}, for which the safetensors format has no name")
         shape, end = list(spec.shape), at + spec.size
-        held[name] = {"dtype": NAMES[spec.dtype], "shape": shape, "data_offsets": [at, end]}
+        header[name] = {"dtype": NAMES[spec.dtype], "shape": shape, "data_offsets": [at, end]}
         at = end
-    text = json.dumps(held, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, TensorOffset], dict[str, str]]:
     """What a file holds, and what else its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -128,9 +128,9 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
             raise CheckpointError(f"{path} is not a safetensors file: its header would have {length} bytes")
         text = file.read(length)
     try:
-        held = json.loads(text)
-        metadata = held.pop("__metadata__", {})
-        places = {name: _place(one, 8 + length) for name, one in held.items()}
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        places = {name: _place(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: its header can't be read ({error!r})") from error
     for name, place in places.items():
@@ -139,29 +139,29 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     return places, metadata
 
 
-def _place(held: Mapping[str, Any], base: int) -> Place:
-    spec = Spec(dtype=DTYPES[held["dtype"]], shape=tuple(int(size) for size in held["shape"]))
-    start, end = held["data_offsets"]
+def _place(entry: Mapping[str, Any], base: int) -> TensorOffset:
+    spec = Spec(dtype=DTYPES[entry["dtype"]], shape=tuple(int(size) for size in entry["shape"]))
+    start, end = entry["data_offsets"]
     if end - start != spec.size or min(spec.shape, default=0) < 0:
         raise ValueError(f"{end - start} bytes for a tensor of {spec.size}")
-    return Place(spec=spec, start=base + int(start))
+    return TensorOffset(spec=spec, start=base + int(start))
 
 
-class Mapped:
+class MappedFiles:
     """Files that are read in parts, each opened once."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def box(self, path: Path, place: Place, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    def box(self, path: Path, place: TensorOffset, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """A copy of a box of a tensor; only what is asked for is read."""
         spec = place.spec
         if not math.prod(lengths):
             return torch.empty(tuple(lengths), dtype=spec.dtype)
         count, width = math.prod(spec.shape), spec.dtype.itemsize
         flat = numpy.frombuffer(self._map(path), dtype=f"u{width}", count=count, offset=place.start)
-        whole = flat.reshape(spec.shape)
-        part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))]
+        full = flat.reshape(spec.shape)
+        part = full[tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))]
         return torch.from_numpy(numpy.array(part, order="C")).view(spec.dtype)
 
     def _map(self, path: Path) -> mmap.mmap:

@@ -5,7 +5,7 @@
     rng/<rank>                      generators of each rank
     extra/<name>/...                whatever the user adds
 
-Everything that is not a tensor is in one JSON: `Said`, put together from what the first rank of each
+Everything that is not a tensor is in one JSON: `StateValues`, put together from what the first rank of each
 stage says.
 """
 
@@ -24,25 +24,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, InputError, raise_all
-from ..runtime.model import ParallelModel
-from ..runtime.optimizer import Optimizers, several
-from ..runtime.random import Randomness
-from ..runtime.state_values import PieceTensor, piece_like
+from ..runtime.algorithms.random import Randomness
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.optimizer.adopt import Optimizers, several
+from ..runtime.parameters.state_values import ShardTensor, shard_like
 from . import optimizers
-from .census import Census
 from .encoding import decode, encode, keys_of
 from .fit import fit
 from .index import Index, read_into
+from .key_owners import KeyOwners
 from .randomness import generators, set_generators
 
 Schedulers = Any  # a scheduler, several, or None: torch has no type for all of them
 
-Said = dict[str, Any]
+StateValues = dict[str, Any]
 """What is saved besides tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingState:
     """What is saved and loaded together."""
 
     model: nn.Module
@@ -50,41 +50,46 @@ class Training:
     schedulers: Sequence[Any]
     extra: Mapping[str, Any]
 
-    def collect(self, census: Census, data: Any) -> tuple[dict[str, Tensor], Said | None]:
+    def collect(self, census: KeyOwners, data: Any) -> tuple[dict[str, Tensor], StateValues | None]:
         """What this rank holds and, if it speaks for others, what it has to say."""
-        tensors = {f"model/{key}": held for key, held in census.tensors().items() if census.writes(key)}
+        tensors = {f"model/{key}": value for key, value in census.tensors().items() if census.writes(key)}
         tensors[f"rng/{census.rank}"] = generators()
-        said: Said = {
+        metadata: StateValues = {
             "optimizers": [
-                optimizers.collect(held, f"optimizer/{number}", census, tensors)
-                for number, held in enumerate(self.optimizers)
+                optimizers.collect(optimizer, f"optimizer/{number}", census, tensors)
+                for number, optimizer in enumerate(self.optimizers)
             ],
             "schedulers": [
-                encode(held.state_dict(), f"scheduler/{number}", tensors) for number, held in enumerate(self.schedulers)
+                encode(scheduler.state_dict(), f"scheduler/{number}", tensors)
+                for number, scheduler in enumerate(self.schedulers)
             ],
-            "extra": {name: encode(_state_of(held), f"extra/{name}", tensors) for name, held in self.extra.items()},
+            "extra": {name: encode(_state_of(value), f"extra/{name}", tensors) for name, value in self.extra.items()},
             "data": encode(_state_of(data), "data", tensors),
             "tied": census.tied,
-            "random": {prefix: {"seed": held.seed, "step": held.step} for prefix, held in _drawing(self.model).items()},
+            "random": {
+                prefix: {"seed": draws.seed, "step": draws.step} for prefix, draws in _drawing(self.model).items()
+            },
             "plans": {prefix: part.plan.to_json() for prefix, part in census.compiled.items() if part.plan is not None},
             "versions": versions(),
         }
-        return tensors, said if census.speaks else None
+        return tensors, metadata if census.speaks else None
 
-    def restore(self, said: Said, index: Index, census: Census, world: int, *, strict: bool, rng: bool) -> None:
+    def restore(
+        self, metadata: StateValues, index: Index, census: KeyOwners, world: int, *, strict: bool, rng: bool
+    ) -> None:
         """Put a saved state in its places. Nothing is changed before everything is known to fit."""
         wanted = census.tensors()
-        names = fit(census, index, said["tied"], "model/", strict, "the checkpoint")
-        targets = {f"model/{key}": held for key, held in wanted.items() if f"model/{key}" in names}
-        self._check(said)
+        names = fit(census, index, metadata["tied"], "model/", strict, "the checkpoint")
+        targets = {f"model/{key}": value for key, value in wanted.items() if f"model/{key}" in names}
+        self._check(metadata)
         places = [
-            optimizers.Restored(held, saved, census, index)
-            for held, saved in zip(self.optimizers, said["optimizers"], strict=False)
+            optimizers.Restored(optimizer, saved, census, index)
+            for optimizer, saved in zip(self.optimizers, metadata["optimizers"], strict=False)
         ]
         for place in places:
             targets |= place.targets
         loose = _Loose(index)
-        set_later = [self._later(said, loose)]
+        set_later = [self._later(metadata, loose)]
         if rng and f"rng/{census.rank % world}" in index.entries:
             mine = loose.place(f"rng/{census.rank % world}")
             set_later.append(lambda: set_generators(mine))
@@ -94,58 +99,58 @@ class Training:
             place.set()
         for act in set_later:
             act()
-        _set_drawing(self.model, said["random"])
+        _set_drawing(self.model, metadata["random"])
 
-    def _check(self, said: Said) -> None:
+    def _check(self, metadata: StateValues) -> None:
         faults = []
         for what, here, there in (
-            ("optimizer", len(self.optimizers), len(said["optimizers"])),
-            ("scheduler", len(self.schedulers), len(said["schedulers"])),
+            ("optimizer", len(self.optimizers), len(metadata["optimizers"])),
+            ("scheduler", len(self.schedulers), len(metadata["schedulers"])),
         ):
             if here > there:
                 faults.append(f"{here} {what}(s) are to be loaded, and {there} were saved")
-        faults += [f"extra {name!r} was not saved" for name in self.extra if name not in said["extra"]]
+        faults += [f"extra {name!r} was not saved" for name in self.extra if name not in metadata["extra"]]
         raise_all(CheckpointError, "the checkpoint has not all that is to be loaded:", faults)
 
-    def _later(self, said: Said, loose: _Loose) -> Callable[[], None]:
+    def _later(self, metadata: StateValues, loose: _Loose) -> Callable[[], None]:
         """Schedulers and other objects are given their state when all tensors are there."""
-        given = list(zip(self.schedulers, said["schedulers"], strict=False))
-        given += [(held, said["extra"][name]) for name, held in self.extra.items()]
-        for held, saved in given:
-            loose.place_all(saved, _pieces(held.state_dict()))
+        targets = list(zip(self.schedulers, metadata["schedulers"], strict=False))
+        targets += [(target, metadata["extra"][name]) for name, target in self.extra.items()]
+        for target, saved in targets:
+            loose.place_all(saved, _shards_in(target.state_dict()))
 
         def act() -> None:
-            for held, saved in given:
-                held.load_state_dict(decode(saved, loose.places.__getitem__))
+            for target, saved in targets:
+                target.load_state_dict(decode(saved, loose.places.__getitem__))
 
         return act
 
 
-def training(
+def training_state(
     model: nn.Module, optimizer: Optimizers, schedulers: Schedulers, extra: Mapping[str, Any] | None
-) -> Training:
+) -> TrainingState:
     """What is to be saved or loaded, checked."""
     if schedulers is None:
-        held: list[Any] = []
+        listed: list[Any] = []
     else:
-        held = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
-    wrong = [type(one).__name__ for one in held if not hasattr(one, "state_dict")]
+        listed = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
+    wrong = [type(scheduler).__name__ for scheduler in listed if not hasattr(scheduler, "state_dict")]
     if wrong:
         raise InputError(f"schedulers={', '.join(wrong)}: a scheduler has a state_dict()")
-    return Training(model=model, optimizers=several(optimizer), schedulers=held, extra=dict(extra or {}))
+    return TrainingState(model=model, optimizers=several(optimizer), schedulers=listed, extra=dict(extra or {}))
 
 
-def joined(said: Sequence[Said | None], census: Census) -> Said:
+def merge_stages(parts: Sequence[StateValues | None], census: KeyOwners) -> StateValues:
     """What the first rank of each stage said, as one."""
-    speaking = [held for held in said if held is not None]
-    found = dict(speaking[0])
-    found["optimizers"] = [
-        optimizers.joined([held["optimizers"][number] for held in speaking], census)
-        for number in range(len(found["optimizers"]))
+    present = [part for part in parts if part is not None]
+    merged = dict(present[0])
+    merged["optimizers"] = [
+        optimizers.merge_optimizers([part["optimizers"][number] for part in present], census)
+        for number in range(len(merged["optimizers"]))
     ]
-    for other in speaking[1:]:
-        found["extra"] = _merged(other["extra"], found["extra"])
-    return found
+    for other in present[1:]:
+        merged["extra"] = _merged(other["extra"], merged["extra"])
+    return merged
 
 
 def _merged(under: Any, over: Any) -> Any:
@@ -168,8 +173,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def _state_of(held: Any) -> Any:
-    return held.state_dict() if hasattr(held, "state_dict") else held
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 # -- tensors that belong to no parameter -----------------------------------------------------------
@@ -187,20 +192,22 @@ class _Loose:
         self.places[key] = torch.empty(spec.shape, dtype=spec.dtype)
         return self.places[key]
 
-    def place_all(self, saved: Any, pieces: Mapping[str, Tensor]) -> None:
+    def place_all(self, saved: Any, shards: Mapping[str, Tensor]) -> None:
         for key in keys_of(saved):
-            like = pieces.get(key.partition("/")[2].partition("/")[2])
+            like = shards.get(key.partition("/")[2].partition("/")[2])
             if like is not None and tuple(like.shape) == self._index.entries[key].spec.shape:
-                self.places[key] = piece_like(like)
+                self.places[key] = shard_like(like)
             else:
                 self.place(key)
 
 
-def _pieces(state: Any) -> dict[str, Tensor]:
+def _shards_in(state: Any) -> dict[str, Tensor]:
     """The pieces in a state dict, by their path in it."""
-    found: dict[str, Tensor] = {}
-    encode(state, "", found)
-    return {path.removeprefix("/"): held for path, held in found.items() if isinstance(held, DTensor | PieceTensor)}
+    tensors: dict[str, Tensor] = {}
+    encode(state, "", tensors)
+    return {
+        path.removeprefix("/"): tensor for path, tensor in tensors.items() if isinstance(tensor, DTensor | ShardTensor)
+    }
 
 
 def read_values(saved: Any, index: Index) -> Any:
@@ -215,12 +222,12 @@ def read_values(saved: Any, index: Index) -> Any:
 
 
 def _drawing(model: nn.Module) -> dict[str, Randomness]:
-    found = {}
+    generators_by_prefix = {}
     for path, part in model.named_modules():
         random = part.random if isinstance(part, ParallelModel) else None
         if random is not None:
-            found[f"{path}." if path else ""] = random
-    return found
+            generators_by_prefix[f"{path}." if path else ""] = random
+    return generators_by_prefix
 
 
 def _set_drawing(model: nn.Module, saved: Mapping[str, Mapping[str, int]]) -> None:

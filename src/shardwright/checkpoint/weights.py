@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, InputError
-from ..runtime.model import ParallelModel
-from ..runtime.state_values import PieceTensor
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.parameters.state_values import ShardTensor
 from ..runtime.world import here
 from . import disk
-from .census import Census
 from .fit import fit
 from .index import HF_INDEX, HF_SINGLE, index_of_weights, read_into
-from .meeting import meet
+from .key_owners import KeyOwners
+from .ranks import checkpoint_ranks
 from .tensorfile import Spec, TensorWriter, in_order
 
 Tied = Literal["once", "all"]
@@ -53,16 +53,16 @@ def save_weights(
     """
     if tied not in ("once", "all"):
         raise InputError(f'tied={tied!r} is not known; use "once" or "all"')
-    meeting, census = meet(), Census(model)
+    meeting, census = checkpoint_ranks(), KeyOwners(model)
     meeting.settle()
     census.check_ready()
     own = census.tensors()
     specs = {
-        key: Spec(dtype=_cast(held, dtype), shape=census.shapes[key])
-        for key, held in _kinds(census, own).items()
+        key: Spec(dtype=_cast(value, dtype), shape=census.shapes[key])
+        for key, value in _kinds(census, own).items()
         if not any(fnmatchcase(key, pattern) for pattern in without)
     }
-    source = Gathered(census, own, specs)
+    source = GatheredTensors(census, own, specs)
     aliases = {key: first for key, first in census.tied.items() if first in specs}
     if tied == "all":
         specs |= {key: specs[first] for key, first in aliases.items()}
@@ -84,7 +84,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, und
     Tied weights may be there under any of their keys. With strict=False other keys may be missing or too many.
     `under` is the path of a submodule: it alone is filled, and the files have its own keys.
     """
-    meeting, census = meet(), Census(model)
+    meeting, census = checkpoint_ranks(), KeyOwners(model)
     meeting.settle()
     lead = f"{under}." if under else ""
 
@@ -93,7 +93,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, und
         index = replace(index, entries={lead + key: entry for key, entry in index.entries.items()})
         tied = {lead + key: lead + first for key, first in tied.items()}
         names = fit(census, index, tied, "", strict, str(path), lead)
-        read_into({key: held for key, held in census.tensors().items() if key in names}, index, names)
+        read_into({key: tensor for key, tensor in census.tensors().items() if key in names}, index, names)
         census.filled(names)
 
     meeting.together(read)
@@ -141,15 +141,15 @@ def _write_file(path: Path, specs: Mapping[str, Spec], tied: Mapping[str, str], 
 
 
 def _shards(specs: Mapping[str, Spec], size: int) -> Iterator[list[str]]:
-    held: list[str] = []
+    keys: list[str] = []
     left = size
     for key, spec in specs.items():
-        if held and spec.size > left:
-            yield held
-            held, left = [], size
-        held.append(key)
+        if keys and spec.size > left:
+            yield keys
+            keys, left = [], size
+        keys.append(key)
         left -= spec.size
-    yield held
+    yield keys
 
 
 def _names(count: int) -> list[str]:
@@ -177,44 +177,44 @@ def _write_config(path: Path, model: nn.Module) -> None:
     if path.suffix == ".safetensors":
         return
     for name in ("config", "generation_config"):
-        held: Any = copy.deepcopy(getattr(model, name, None))
-        if hasattr(held, "save_pretrained"):
+        config: Any = copy.deepcopy(getattr(model, name, None))
+        if hasattr(config, "save_pretrained"):
             if name == "config":
                 inner = model._around["skeleton"] if isinstance(model, ParallelModel) else model
-                held.architectures = [type(inner).__name__]
-            held.save_pretrained(path)
+                config.architectures = [type(inner).__name__]
+            config.save_pretrained(path)
 
 
 # -- one tensor at a time --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _WeightsFormat:
     dtype: torch.dtype
 
 
-def _kinds(census: Census, own: Mapping[str, Tensor]) -> dict[str, Tensor | _Kind]:
+def _kinds(census: KeyOwners, own: Mapping[str, Tensor]) -> dict[str, Tensor | _WeightsFormat]:
     """What every key is, in one order on all ranks; of what others hold, only the dtype."""
-    found: dict[str, Tensor | _Kind] = {}
+    formats: dict[str, Tensor | _WeightsFormat] = {}
     for prefix, part in census.compiled.items():
         holding = part._ready()
-        for _, helds in holding.seats:
-            found.update({prefix + held.name: _Kind(held.true_dtype) for held in helds})
-    return {key: own.get(key, found.get(key, _Kind(torch.float32))) for key in census.shapes}
+        for _, specs in holding.pp_ranks:
+            formats.update({prefix + spec.name: _WeightsFormat(spec.true_dtype) for spec in specs})
+    return {key: own.get(key, formats.get(key, _WeightsFormat(torch.float32))) for key in census.shapes}
 
 
-def _cast(held: Tensor | _Kind, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
+def _cast(value: Tensor | _WeightsFormat, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
 
 
-class Gathered:
+class GatheredTensors:
     """Tensors of a model, whole, one at a time. All ranks must ask for the same ones in the same order."""
 
-    def __init__(self, census: Census, own: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> None:
+    def __init__(self, census: KeyOwners, own: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> None:
         self._census, self._own, self._specs = census, own, specs
         self._names: dict[str, str] = {}
 
-    def also(self, names: Mapping[str, str]) -> Gathered:
+    def also(self, names: Mapping[str, str]) -> GatheredTensors:
         """The same, under more names."""
         self._names = dict(names)
         return self
@@ -222,13 +222,13 @@ class Gathered:
     def __call__(self, name: str) -> Tensor:
         key = self._names.get(name, name)
         spec, world = self._specs[key], here()
-        held = self._own[key] if self._census.writes(key) else None
-        if isinstance(held, DTensor | PieceTensor):
-            held = held.full_tensor()
+        tensor = self._own[key] if self._census.writes(key) else None
+        if isinstance(tensor, DTensor | ShardTensor):
+            tensor = tensor.full_tensor()
         source = self._census.source(key)
-        if held is None or source not in (None, world.rank):
-            held = torch.empty(spec.shape, dtype=spec.dtype, device=world.device)
-        held = held.detach().to(spec.dtype).contiguous()
+        if tensor is None or source not in (None, world.rank):
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=world.device)
+        tensor = tensor.detach().to(spec.dtype).contiguous()
         if source is not None:
-            dist.broadcast(held, source)
-        return held
+            dist.broadcast(tensor, source)
+        return tensor

@@ -43,11 +43,11 @@ from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .checkpoint import add_checkpoint, run_checkpoint
-from .models import MODEL, load_model, with_rows
+from .models import MODEL, load_model, resize_batch
+from .progress import SearchProgress
 from .rehearse import rehearse_parser, run_rehearse
 from .simulate import run_simulate, simulate_parser
 from .train import run_train
-from .watching import Watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     if words[:1] == ["train"]:  # its settings are those of a class, and not known before they are read
         return _guarded("train", lambda: run_train(words[1:]))
-    asked = make_parser().parse_args(words)
-    return _guarded(asked.command, lambda: COMMANDS[asked.command](asked[asked.command], console))
+    options = make_parser().parse_args(words)
+    return _guarded(options.command, lambda: COMMANDS[options.command](options[options.command], console))
 
 
 def _guarded(command: str, run: Callable[[], int]) -> int:
@@ -154,7 +154,10 @@ def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", help="whose state counts: adamw, sgd, momentum, ...")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards before an update")
     parser.add_argument(
-        "--inputs", choices=["same", "rows"], default="same", help="rows: data-parallel groups pass their own rows"
+        "--inputs",
+        choices=["global", "per_replica"],
+        default="global",
+        help="per_replica: each data-parallel replica passes its own samples",
     )
     parser.add_argument(
         "--outputs", choices=["all", "scalars"], help="scalars: only the loss leaves the model; usual for hf: models"
@@ -176,111 +179,114 @@ def _size_arguments(parser: ArgumentParser) -> None:
 # -- the commands ----------------------------------------------------------------------
 
 
-def run_plan(asked: Namespace, console: Console) -> int:
-    module, example = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    outputs: Outputs = asked.outputs or ("scalars" if asked.model.startswith("hf:") else "all")
-    if asked.accumulate < 1:
-        raise InputError(f"--accumulate {asked.accumulate} makes no sense; 1 is an update after every backward")
-    size = _devices(asked)
-    with Watching() as watching:
-        made, found = planned(
-            module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
-            optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
-            outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints,
-            progress=watching, stop=watching.stopped, microbatches=asked.microbatches,
+def run_plan(options: Namespace, console: Console) -> int:
+    module, example = load_model(options.model, options.batch, options.seq, meta=True)
+    outputs: Outputs = options.outputs or ("scalars" if options.model.startswith("hf:") else "all")
+    if options.accumulate < 1:
+        raise InputError(f"--accumulate {options.accumulate} makes no sense; 1 is an update after every backward")
+    size = _devices(options)
+    with SearchProgress() as watching:
+        plan, captured = planned(
+            module, example=example, plan=options.plan, cluster=options.cluster or size, size=size,
+            memory=options.memory,
+            optimizer=options.optimizer, precision=options.precision, accumulate=options.accumulate,
+            inputs=options.inputs,
+            outputs=outputs, opaque=options.opaque, seconds=options.seconds, constraints=options.constraints,
+            progress=watching, stop=watching.stopped, microbatches=options.microbatches,
         )  # fmt: skip
-    console.print(explain(made, found.graph) if asked.full else explain(made))
-    if asked.outputs is None and outputs == "scalars":
+    console.print(explain(plan, captured.graph) if options.full else explain(plan))
+    if options.outputs is None and outputs == "scalars":
         console.print(ONLY_SCALARS, highlight=False)
-    if asked.output is not None:
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        made.save(asked.output)
-        console.print(f"written to {asked.output}", highlight=False, soft_wrap=True)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(options.output)
+        console.print(f"written to {options.output}", highlight=False, soft_wrap=True)
     return 0
 
 
-def run_explain(asked: Namespace, console: Console) -> int:
-    plan = read_plan(asked.file)  # its faults first
-    if asked.op is not None:
-        if asked.model is None:
+def run_explain(options: Namespace, console: Console) -> int:
+    plan = read_plan(options.file)  # its faults first
+    if options.op is not None:
+        if options.model is None:
             raise InputError("--op needs the model that the plan was made for: --model FILE.py:FUNCTION")
         with Status("pricing the other ways", console=Console(stderr=True)):
-            found = explain(plan, _graph(asked, plan), op=asked.op, cluster=asked.cluster)
-        console.print(found)
-    elif asked.model is not None:
-        console.print(explain(plan, _graph(asked, plan)))
+            explanation = explain(plan, _graph(options, plan), op=options.op, cluster=options.cluster)
+        console.print(explanation)
+    elif options.model is not None:
+        console.print(explain(plan, _graph(options, plan)))
     else:
-        console.print(explain(plan, full=asked.full))
+        console.print(explain(plan, full=options.full))
     return 0
 
 
-def run_diff(asked: Namespace, console: Console) -> int:
-    a, b = read_plan(asked.a), read_plan(asked.b)
+def run_diff(options: Namespace, console: Console) -> int:
+    a, b = read_plan(options.a), read_plan(options.b)
     with Status("comparing", console=Console(stderr=True)):
-        graph = _graph(asked, a) if asked.model is not None else None
-        found = diff(a, b, graph, cluster=asked.cluster)
-    console.print(found)
+        graph = _graph(options, a) if options.model is not None else None
+        difference = diff(a, b, graph, cluster=options.cluster)
+    console.print(difference)
     return 0
 
 
-def _graph(asked: Namespace, plan: Plan) -> Graph:
+def _graph(options: Namespace, plan: Plan) -> Graph:
     """The graph of a model in the precision that a plan was made for."""
-    module, example = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    names = (said["for"].get("precision") for said in plan.predicted.values())
+    module, example = load_model(options.model, options.batch, options.seq, meta=True)
+    names = (predicted["for"].get("precision") for predicted in plan.predicted.values())
     return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
 
 
-def run_compile(asked: Namespace, console: Console) -> int:
-    module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    if module.training != (asked.entry == "train"):
-        module.train(asked.entry == "train")
-    made = compile_program(
-        find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked), batching=_batching(asked)
+def run_compile(options: Namespace, console: Console) -> int:
+    module, (args, kwargs) = load_model(options.model, options.batch, options.seq, meta=True)
+    if module.training != (options.entry == "train"):
+        module.train(options.entry == "train")
+    compiled = compile_program(
+        find_opaque(module, options.opaque), args, kwargs, options.plan, _devices(options), batching=_batching(options)
     )
-    for program, text in zip(made.programs, made.texts, strict=True):
-        path, lines = write(text, asked.output, program), len(text.splitlines())
+    for program, text in zip(compiled.programs, compiled.texts, strict=True):
+        path, lines = write(text, options.output, program), len(text.splitlines())
         console.print(f"{path}: {lines} lines for {program.devices} devices", highlight=False, soft_wrap=True)
     return 0
 
 
-def _batching(asked: Namespace) -> Batching:
-    return Batching(microbatches=asked.microbatches)
+def _batching(options: Namespace) -> Batching:
+    return Batching(microbatches=options.microbatches)
 
 
-def run_verify(asked: Namespace, console: Console) -> int:
-    module, example = load_model(asked.model, asked.batch, asked.seq)
-    size = asked.devices if asked.plan in ("auto", None) else None
-    dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
-    if asked.trace and asked.precision is not None:
+def run_verify(options: Namespace, console: Console) -> int:
+    module, example = load_model(options.model, options.batch, options.seq)
+    size = options.devices if options.plan in ("auto", None) else None
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    if options.trace and options.precision is not None:
         raise InputError("--trace compares ops in float64 or float32; leave out --precision")
     report = verify(
-        module, asked.plan, example=example, dtype=dtype, precision=asked.precision, steps=asked.steps,
-        optimizer=asked.optimizer, tolerance=asked.tolerance, size=size, method="threads",
-        entries=("train", "eval") if asked.eval else ("train",), opaque=asked.opaque, microbatches=asked.microbatches,
+        module, options.plan, example=example, dtype=dtype, precision=options.precision, steps=options.steps,
+        optimizer=options.optimizer, tolerance=options.tolerance, size=size, method="threads",
+        entries=("train", "eval") if options.eval else ("train",), opaque=options.opaque,
+        microbatches=options.microbatches,
     )  # fmt: skip
     console.print(report)
-    if not report.passed and asked.trace:
-        plan = asked.plan or report.worst.plan or "auto"
-        found = first_difference(module, plan, example=example, dtype=dtype or torch.float64, size=size)
-        console.print("the first difference: " if found else "", end="")
-        console.print(str(found) if found else AGREES, highlight=False, markup=False)
+    if not report.passed and options.trace:
+        plan = options.plan or report.worst.plan or "auto"
+        difference = first_difference(module, plan, example=example, dtype=dtype or torch.float64, size=size)
+        console.print("the first difference: " if difference else "", end="")
+        console.print(str(difference) if difference else AGREES, highlight=False, markup=False)
     return 0 if report.passed else 1
 
 
-def run_calibrate(asked: Namespace, console: Console) -> int:
-    if asked.ranks is not None and asked.ranks < 1:
-        raise InputError(f"--ranks {asked.ranks} is no number of processes")
-    name = asked.output.stem if asked.output is not None else "measured"
-    cluster, world = calibrate(QUICK if asked.quick else FULL, asked.ranks, name)
+def run_calibrate(options: Namespace, console: Console) -> int:
+    if options.ranks is not None and options.ranks < 1:
+        raise InputError(f"--ranks {options.ranks} is no number of processes")
+    name = options.output.stem if options.output is not None else "measured"
+    cluster, world = calibrate(QUICK if options.quick else FULL, options.ranks, name)
     if world.rank != 0:
         return 0
     console.print(tables(cluster))
     if cluster.size == 1 and world.device.type == "cuda":
         console.print(UNDER_TORCHRUN, highlight=False)
-    if asked.output is not None:
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        save(cluster, asked.output)
-        console.print(f"written to {asked.output}", highlight=False, soft_wrap=True)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        save(cluster, options.output)
+        console.print(f"written to {options.output}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -306,15 +312,15 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
 }
 
 
-def _devices(asked: Namespace) -> int:
+def _devices(options: Namespace) -> int:
     """How many devices a plan is for: what it says itself, what was asked for, or all of the cluster."""
-    if asked.plan != "auto":
-        said = ranks_of(asked.plan)
-        if asked.devices is not None and asked.devices != said:
-            raise InputError(f"--devices {asked.devices} does not fit --plan {asked.plan}, which is for {said}")
-        return said
-    named = asked.get("cluster")
-    return asked.devices or (cluster_size(named, "auto") if named is not None else 1)
+    if options.plan != "auto":
+        ranks = ranks_of(options.plan)
+        if options.devices is not None and options.devices != ranks:
+            raise InputError(f"--devices {options.devices} does not fit --plan {options.plan}, which is for {ranks}")
+        return ranks
+    named = options.get("cluster")
+    return options.devices or (cluster_size(named, "auto") if named is not None else 1)
 
 
-__all__ = ["load_model", "main", "with_rows"]
+__all__ = ["load_model", "main", "resize_batch"]

@@ -44,36 +44,39 @@ def add_checkpoint(above: Any) -> None:
 
     checked = ArgumentParser(description="Read every byte of a checkpoint and compare with its digests.")
     checked.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints: then all of them")
-    commands.add_subcommand("verify", checked, help="whether it is whole")
+    commands.add_subcommand("verify", checked, help="whether it is complete and undamaged")
 
 
-def run_checkpoint(asked: Namespace, console: Console) -> int:
-    return _ACTIONS[asked.action](asked[asked.action], console)
+def run_checkpoint(options: Namespace, console: Console) -> int:
+    return _ACTIONS[options.action](options[options.action], console)
 
 
-def run_inspect(asked: Namespace, console: Console) -> int:
-    opened = open_checkpoint(_found(asked.path))
+def run_inspect(options: Namespace, console: Console) -> int:
+    opened = open_checkpoint(_find_checkpoint(options.path))
     console.print(_facts(opened))
-    console.print(_tensors(opened, asked.full))
+    console.print(_tensors(opened, options.full))
     return 0
 
 
-def run_convert(asked: Namespace, console: Console) -> int:
-    if asked.shard_gb <= 0:
-        raise InputError(f"--shard-gb {asked.shard_gb} is no size of a file")
+def run_convert(options: Namespace, console: Console) -> int:
+    if options.shard_gb <= 0:
+        raise InputError(f"--shard-gb {options.shard_gb} is no size of a file")
     form = convert(
-        asked.path, asked.to, form=asked.form, dtype=DTYPES.get(asked.dtype), shard_size=int(asked.shard_gb * 10**9),
-        config=asked.config,
+        options.path, options.to, form=options.form, dtype=DTYPES.get(options.dtype),
+        shard_size=int(options.shard_gb * 10**9),
+        config=options.config,
     )  # fmt: skip
-    said = {"file": "a safetensors file", "hf": "a folder of Hugging Face", "checkpoint": "a checkpoint"}[form]
-    console.print(f"written to {asked.to}, {said}", highlight=False, soft_wrap=True)
+    description = {"file": "a safetensors file", "hf": "a folder of Hugging Face", "checkpoint": "a checkpoint"}[form]
+    console.print(f"written to {options.to}, {description}", highlight=False, soft_wrap=True)
     return 0
 
 
-def run_verify_checkpoint(asked: Namespace, console: Console) -> int:
-    several = sorted({*checkpoints_in(asked.path), *(mark.parent for mark in asked.path.glob("step-*/manifest.json"))})
+def run_verify_checkpoint(options: Namespace, console: Console) -> int:
+    several = sorted(
+        {*checkpoints_in(options.path), *(mark.parent for mark in options.path.glob("step-*/manifest.json"))}
+    )
     faults = 0
-    for path in several or [_found(asked.path)]:
+    for path in several or [_find_checkpoint(options.path)]:
         try:
             manifest = verify(path)
         except CheckpointError as error:
@@ -87,33 +90,33 @@ def run_verify_checkpoint(asked: Namespace, console: Console) -> int:
 _ACTIONS = {"inspect": run_inspect, "convert": run_convert, "verify": run_verify_checkpoint}
 
 
-def _found(path: Path) -> Path:
-    found = checkpoint_at(path)
-    if found is None:
+def _find_checkpoint(path: Path) -> Path:
+    checkpoint = checkpoint_at(path)
+    if checkpoint is None:
         raise InputError(f"{path} is no checkpoint, and no folder of them")
-    return found
+    return checkpoint
 
 
 def _facts(opened: Opened) -> Table:
-    said, manifest = opened.said, opened.manifest
+    state, manifest = opened.state, opened.manifest
     table = Table(title=str(opened.folder), show_header=False, title_justify="left")
     table.add_row("step", str(manifest.step) if manifest.step is not None else "not said")
     table.add_row("saved", f"{manifest.when}, by {manifest.world} rank{'s' if manifest.world > 1 else ''}")
     table.add_row("size", f"{_bytes(manifest.size)} in {len(manifest.files)} files")
-    for prefix, plan in said["plans"].items():
+    for prefix, plan in state["plans"].items():
         table.add_row(f"plan of {prefix[:-1]}" if prefix else "plan", _plan(json.loads(plan)))
-    for held in said["optimizers"]:
-        counts = ", ".join(f"{len(group['params'])} at lr {group.get('lr', '?')}" for group in held["groups"])
-        table.add_row("optimizer", f"{held['kind']}: {counts}")
-    if said["schedulers"]:
-        table.add_row("schedulers", str(len(said["schedulers"])))
+    for optimizer in state["optimizers"]:
+        counts = ", ".join(f"{len(group['params'])} at lr {group.get('lr', '?')}" for group in optimizer["groups"])
+        table.add_row("optimizer", f"{optimizer['kind']}: {counts}")
+    if state["schedulers"]:
+        table.add_row("schedulers", str(len(state["schedulers"])))
     if manifest.metrics:
         table.add_row("metrics", ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items()))
-    if said["data"] is not None:
-        table.add_row("data", json.dumps(said["data"]))
-    if said["extra"]:
-        table.add_row("extra", ", ".join(said["extra"]))
-    table.add_row("versions", ", ".join(f"{name} {held}" for name, held in said["versions"].items()))
+    if state["data"] is not None:
+        table.add_row("data", json.dumps(state["data"]))
+    if state["extra"]:
+        table.add_row("extra", ", ".join(state["extra"]))
+    table.add_row("versions", ", ".join(f"{name} {optimizer}" for name, optimizer in state["versions"].items()))
     return table
 
 
@@ -131,7 +134,7 @@ def _tensors(opened: Opened, full: bool) -> Table:
             name, dtype = key if full else key.removeprefix("model/"), str(spec.dtype).removeprefix("torch.")
             shape = " ".join(map(str, spec.shape)) or "a number"
             table.add_row(name, shape, dtype, _bytes(spec.size), str(len(entry.chunks)))
-    for key, first in opened.said["tied"].items():
+    for key, first in opened.state["tied"].items():
         table.add_row(key, f"tied to {first}", "", "", "")
     if others and not full:
         size = sum(entry.spec.size for entry in others.values())

@@ -33,21 +33,21 @@ def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) ->
     module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     make = getattr(module, name, None)
     if not callable(make):
-        known = [key for key, held in vars(module).items() if callable(held) and not key.startswith("_")]
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
-    made = make()
-    found, example = _parts(made, text)
-    return found, example if batch is None else with_rows(example, batch)
+    result = make()
+    model, example = _parts(result, text)
+    return model, example if batch is None else resize_batch(example, batch)
 
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"there is no file {path}")
     name = path.stem
-    held = sys.modules.get(name)
-    if held is not None and Path(getattr(held, "__file__", None) or "").resolve() == path.resolve():
-        return held
-    if held is not None or not name.isidentifier():
+    loaded = sys.modules.get(name)
+    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path.resolve():
+        return loaded
+    if loaded is not None or not name.isidentifier():
         name = f"shardwright_model_{abs(hash(path.resolve()))}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -71,28 +71,30 @@ def _import_module(name: str) -> Any:
         raise InputError(f"there is no module {name!r} ({error}); for a file write its path, ending in .py") from error
 
 
-def _parts(made: Any, text: str) -> tuple[nn.Module, Example]:
+def _parts(result: Any, text: str) -> tuple[nn.Module, Example]:
     """(module, example) from what the user's function returned."""
-    if isinstance(made, nn.Module):
+    if isinstance(result, nn.Module):
         raise InputError(f"{text} returns a module alone; return (module, example), with example a tuple of arguments")
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise InputError(f"{text} returns a {type(made).__name__}; return (module, example) or (module, args, kwargs)")
-    return made[0], arguments_of(made[1] if len(made) == 2 else (tuple(made[1]), dict(made[2])))
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise InputError(
+            f"{text} returns a {type(result).__name__}; return (module, example) or (module, args, kwargs)"
+        )
+    return result[0], arguments_of(result[1] if len(result) == 2 else (tuple(result[1]), dict(result[2])))
 
 
-def with_rows(example: Example, batch: int) -> Example:
+def resize_batch(example: Example, batch: int) -> Example:
     """The example with another number of rows: its own, over and over."""
     leaves, spec = pytree.tree_flatten(example)
-    found = find_batch_dim([("", tuple(leaf.shape) if isinstance(leaf, Tensor) else ()) for leaf in leaves])
-    rows = found.size
+    batch_dims = find_batch_dim([("", tuple(leaf.shape) if isinstance(leaf, Tensor) else ()) for leaf in leaves])
+    rows = batch_dims.size
     if rows is None:
         raise InputError(f"--batch {batch}: the example's tensors have no common first dim; leave --batch out")
     repeated = [
         leaf.index_select(0, torch.arange(batch, device=leaf.device) % rows) if batched else leaf
-        for leaf, batched in zip(leaves, found.batched, strict=True)
+        for leaf, batched in zip(leaves, batch_dims.batched, strict=True)
     ]
-    made: Example = pytree.tree_unflatten(repeated, spec)
-    return made
+    resized: Example = pytree.tree_unflatten(repeated, spec)
+    return resized
 
 
 def _hugging_face(path: Path, batch: int, seq: int, meta: bool) -> tuple[nn.Module, Example]:

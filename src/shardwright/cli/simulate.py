@@ -6,7 +6,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from ..errors import InputError
-from ..schedule import Edge, Times, check, draw_run, in_flight, kind_named, simulate
+from ..schedule import StageEdge, StageTimes, check, draw_run, in_flight, schedule_kind, simulate
 
 
 def simulate_parser() -> ArgumentParser:
@@ -24,18 +24,20 @@ def simulate_parser() -> ArgumentParser:
     return parser
 
 
-def run_simulate(asked: Namespace, console: Console) -> int:
+def run_simulate(options: Namespace, console: Console) -> int:
     for name in ("stages", "microbatches"):
-        if getattr(asked, name) < 1:
-            raise InputError(f"--{name} {getattr(asked, name)} is none; at least 1")
-    kind = kind_named(asked.schedule)
-    schedule = kind.make(asked.stages, asked.microbatches)
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name} {getattr(options, name)} is none; at least 1")
+    kind = schedule_kind(options.schedule)
+    schedule = kind.make(options.stages, options.microbatches)
     share = 1.0 / kind.segments  # a stage of several segments does its work in as many parts
-    times = Times(forward=asked.forward * share, backward=asked.backward * share, weight=asked.weight * share)
-    edges = [Edge(at, at + 1, asked.link, asked.link) for at in range(schedule.segments - 1)]
+    times = StageTimes(
+        forward=options.forward * share, backward=options.backward * share, weight=options.weight * share
+    )
+    edges = [StageEdge(at, at + 1, options.link, options.link) for at in range(schedule.segments - 1)]
     check(schedule, edges)
     run = simulate(schedule, [times] * schedule.segments, edges)
-    console.print(draw_run(run, asked.width), highlight=False, markup=False, soft_wrap=True)
+    console.print(draw_run(run, options.width), highlight=False, markup=False, soft_wrap=True)
     kept = max(in_flight(schedule)) * share
     console.print(
         f"{run.total:g} in all; devices wait {100 * run.bubble:.1f} % of the time; at most {kept:g} microbatches are "

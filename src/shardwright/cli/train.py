@@ -37,7 +37,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
     "plan": (str, "auto"),
     "precision": (str | dict[str, Any] | None, None),
 }
-SAID = re.compile(r"^    (\w+): ((?:.|\n        )+)", re.MULTILINE)  # of an argument, in a docstring
+DOCUMENTED_ARGUMENT = re.compile(r"^    (\w+): ((?:.|\n        )+)", re.MULTILINE)  # of an argument, in a docstring
 
 
 def run_train(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def run_train(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    files, given = split_files(argv)
+    files, overrides = split_files(argv)
     for folder in (*(file.resolve().parent for file in files), Path.cwd()):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
@@ -61,19 +61,19 @@ def _run(argv: Sequence[str]) -> int:
     for config in configs:
         check_config(config, known)
     try:
-        asked = parser.parse_args([*(f"--config={file}" for file in files), *given])
+        options = parser.parse_args([*(f"--config={file}" for file in files), *overrides])
     except ArgumentError as error:
-        raise InputError(explained(str(error), configs, known, given)) from error
-    return run_asked(asked, parser)
+        raise InputError(explained(str(error), configs, known, overrides)) from error
+    return run_compile_only(options, parser)
 
 
-def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
-    mode = asked.pop("mode")
-    asked.pop("config", None)
-    text = parser.dump(asked, skip_unset=False)
-    seed_everything(asked.seed)
+def run_compile_only(options: Namespace, parser: ArgumentParser) -> int:
+    mode = options.pop("mode")
+    options.pop("config", None)
+    text = parser.dump(options, skip_unset=False)
+    seed_everything(options.seed)
     try:
-        trainer = Trainer(**vars(parser.instantiate(asked)))  # nothing else holds the model
+        trainer = Trainer(**vars(parser.instantiate(options)))  # nothing else holds the model
     except ValueError as error:
         if isinstance(error.__cause__, ShardwrightError):  # a group of settings that refuses a value
             raise error.__cause__ from None
@@ -89,7 +89,7 @@ def split_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     left = list(argv)
     while left and not left[0].startswith("-"):
         files.append(Path(left.pop(0)))
-    given: list[str] = []
+    overrides: list[str] = []
     while left:
         word = left.pop(0)
         if word == "--config" and left:
@@ -97,11 +97,11 @@ def split_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
         elif word.startswith("--config="):
             files.append(Path(word.partition("=")[2]))
         else:
-            given.append(word)
+            overrides.append(word)
     for file in files:
         if not file.is_file():
             raise InputError(f"there is no file {file}; the first word after train is a config file (YAML)")
-    return files, given
+    return files, overrides
 
 
 def train_parser() -> ArgumentParser:
@@ -114,20 +114,20 @@ def train_parser() -> ArgumentParser:
     parser.add_class_arguments(Trainer, skip=set(TYPES))
     for name, (kind, default) in TYPES.items():
         parser.add_argument(f"--{name}", type=kind, **({"required": True} if default is ... else {"default": default}))
-    said = dict(SAID.findall(inspect.getdoc(Trainer) or ""))
+    documentation = dict(DOCUMENTED_ARGUMENT.findall(inspect.getdoc(Trainer) or ""))
     for action in parser._actions:
-        if action.dest in said:
-            action.help = " ".join(said[action.dest].split())
+        if action.dest in documentation:
+            action.help = " ".join(documentation[action.dest].split())
     return parser
 
 
 def keys_of(function: Any, *more: str) -> Keys:
     """The keys that a file may have: the arguments of a function, with the fields of those that are dataclasses."""
     hints = get_type_hints(function)
-    found: dict[str, Any] = dict.fromkeys(more)
+    keys: dict[str, Any] = dict.fromkeys(more)
     for name in inspect.signature(function).parameters:
         kinds = [kind for kind in (hints.get(name), *get_args(hints.get(name))) if is_dataclass(kind)]
-        found[name] = {field.name: None for kind in kinds for field in fields(kind)} or None
-    found.pop("self", None)
-    found["plan"] = None
-    return found
+        keys[name] = {field.name: None for kind in kinds for field in fields(kind)} or None
+    keys.pop("self", None)
+    keys["plan"] = None
+    return keys

@@ -24,7 +24,7 @@ GIB, GIGA, TERA, MICRO = 1024**3, 1e9, 1e12, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Assumed:
+class AssumedEfficiency:
     """What long kernels reach of the peak, and the time that it takes to start one."""
 
     matmul: float  # of the flops: large products under a lasting load (clocks fall, more so on later devices)
@@ -37,16 +37,18 @@ class Assumed:
 # Those of A100 and H100 were fitted to published throughputs of training, no kernel was measured; docs/cost-model.md
 # says how they were chosen and how well they hold. The others are by analogy, untested.
 ASSUMED = {
-    "V100": Assumed(0.75, 0.30, 0.75, 5 * MICRO, 128),  # no flash attention for it in torch; tiles are smaller
-    "A100": Assumed(0.77, 0.38, 0.75, 5 * MICRO, 192),
+    "V100": AssumedEfficiency(
+        0.75, 0.30, 0.75, 5 * MICRO, 128
+    ),  # no flash attention for it in torch; tiles are smaller
+    "A100": AssumedEfficiency(0.77, 0.38, 0.75, 5 * MICRO, 192),
     # Less of a higher peak: by this fit attention is 1.7 times as fast as on an A100, and the peak 3.2 times as high.
     # The kernels of the published runs were not written for Hopper; with newer ones measure, or say it in a file.
-    "H100": Assumed(0.63, 0.20, 0.75, 5 * MICRO, 192),
-    "B200": Assumed(0.63, 0.15, 0.75, 5 * MICRO, 256),
-    "MI250": Assumed(0.60, 0.30, 0.65, 8 * MICRO, 192),
-    "MI300X": Assumed(0.50, 0.20, 0.65, 8 * MICRO, 256),
-    "L40S": Assumed(0.65, 0.38, 0.75, 5 * MICRO, 128),  # 350 W do not last for the peak
-    "cpu": Assumed(0.70, 0.30, 0.60, 10 * MICRO, 16),
+    "H100": AssumedEfficiency(0.63, 0.20, 0.75, 5 * MICRO, 192),
+    "B200": AssumedEfficiency(0.63, 0.15, 0.75, 5 * MICRO, 256),
+    "MI250": AssumedEfficiency(0.60, 0.30, 0.65, 8 * MICRO, 192),
+    "MI300X": AssumedEfficiency(0.50, 0.20, 0.65, 8 * MICRO, 256),
+    "L40S": AssumedEfficiency(0.65, 0.38, 0.75, 5 * MICRO, 128),  # 350 W do not last for the peak
+    "cpu": AssumedEfficiency(0.70, 0.30, 0.60, 10 * MICRO, 16),
 }
 
 
@@ -63,7 +65,9 @@ def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: f
     )
 
 
-def curves(reached: Assumed, flops: tuple[tuple[str, float], ...], bandwidth: float) -> tuple[Efficiency, ...]:
+def curves(
+    reached: AssumedEfficiency, flops: tuple[tuple[str, float], ...], bandwidth: float
+) -> tuple[Efficiency, ...]:
     """The efficiencies that follow from what is assumed, for a device with these peaks."""
     efficiency = []
     for dtype, peak in flops:
@@ -153,7 +157,7 @@ NETWORK_NAME = re.compile(r"(?:(\d+)x)?([a-z]+)-(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class UsualNode:
     """The node in which a device usually comes."""
 
     devices: int  # 0: any number
@@ -163,17 +167,17 @@ class Usual:
 
 
 USUAL = {
-    "V100-16GB": Usual(8, "nvlink-2", 0.5, "infiniband-100"),  # DGX-1: 4 x 100 Gb/s
-    "V100-32GB": Usual(8, "nvlink-2", 0.5, "infiniband-100"),
-    "A100-40GB": Usual(8, "nvlink-3", 1, "infiniband-200"),  # DGX A100: 8 x 200 Gb/s
-    "A100-80GB": Usual(8, "nvlink-3", 1, "infiniband-200"),
-    "H100": Usual(8, "nvlink-4", 1, "infiniband-400"),  # DGX H100: 8 x 400 Gb/s
-    "H200": Usual(8, "nvlink-4", 1, "infiniband-400"),
-    "B200": Usual(8, "nvlink-5", 1, "infiniband-400"),  # DGX B200: 8 x 400 Gb/s
-    "MI250": Usual(8, "infinity-fabric-2", 0.5, "infiniband-200"),  # 4 modules, an adapter each
-    "MI300X": Usual(8, "infinity-fabric-3", 1, "ethernet-400"),
-    "L40S": Usual(8, "pcie-4", 0.25, "ethernet-200"),  # 2 x 200 Gb/s
-    "cpu": Usual(0, "loopback", 0, "ethernet-10"),  # one adapter
+    "V100-16GB": UsualNode(8, "nvlink-2", 0.5, "infiniband-100"),  # DGX-1: 4 x 100 Gb/s
+    "V100-32GB": UsualNode(8, "nvlink-2", 0.5, "infiniband-100"),
+    "A100-40GB": UsualNode(8, "nvlink-3", 1, "infiniband-200"),  # DGX A100: 8 x 200 Gb/s
+    "A100-80GB": UsualNode(8, "nvlink-3", 1, "infiniband-200"),
+    "H100": UsualNode(8, "nvlink-4", 1, "infiniband-400"),  # DGX H100: 8 x 400 Gb/s
+    "H200": UsualNode(8, "nvlink-4", 1, "infiniband-400"),
+    "B200": UsualNode(8, "nvlink-5", 1, "infiniband-400"),  # DGX B200: 8 x 400 Gb/s
+    "MI250": UsualNode(8, "infinity-fabric-2", 0.5, "infiniband-200"),  # 4 modules, an adapter each
+    "MI300X": UsualNode(8, "infinity-fabric-3", 1, "ethernet-400"),
+    "L40S": UsualNode(8, "pcie-4", 0.25, "ethernet-200"),  # 2 x 200 Gb/s
+    "cpu": UsualNode(0, "loopback", 0, "ethernet-10"),  # one adapter
 }
 
 
@@ -182,9 +186,9 @@ def device(name: str) -> Device:
     wanted = name.lower()
     for known in (wanted, wanted + "gb"):
         known = ALIASES.get(known, known).lower()
-        for key, held in DEVICES.items():
+        for key, device in DEVICES.items():
             if key.lower() == known:
-                return held
+                return device
     sizes = [key for key in DEVICES if key.lower().startswith(wanted + "-")]
     if sizes:
         raise ClusterError(f"{name} comes in several sizes: {' or '.join(sizes)}")
@@ -193,8 +197,8 @@ def device(name: str) -> Device:
 
 def matching(name: str, memory: int) -> Device | None:
     """The device whose name is in what a driver calls a GPU, and whose memory is nearest; None if there is none."""
-    words = name.lower().replace("-", " ").split()
-    fitting = [known for key, known in DEVICES.items() if key.split("-")[0].lower() in words]
+    parts = name.lower().replace("-", " ").split()
+    fitting = [known for key, known in DEVICES.items() if key.split("-")[0].lower() in parts]
     return min(fitting, key=lambda known: abs(known.memory - memory), default=None)
 
 
@@ -220,13 +224,13 @@ def network(name: str, devices: int) -> Link:
     adapters, speed = int(match[1] or 1), float(match[3])
     if not adapters or not speed:
         raise ClusterError(f"the network {name} carries nothing")
-    facts = NETWORKS[kind]
+    analysis = NETWORKS[kind]
     plain = f"{kind}-{speed:g}"
     return Link(
         name=plain if adapters == 1 else f"{adapters}x{plain}",
         bandwidth=adapters * speed * GIGA / 8 / devices,
-        latency=facts.latency,
-        efficiency=facts.efficiency,
+        latency=analysis.latency,
+        efficiency=analysis.efficiency,
     )
 
 
@@ -236,9 +240,9 @@ def usual_network(name: str, devices: int) -> Link:
     return network(f"{max(1, round(usual.adapters * devices))}x{usual.network}", devices)
 
 
-def unknown(what: str, name: str, known: Iterable[str], words: str = "") -> ClusterError:
+def unknown(what: str, name: str, known: Iterable[str], hint: str = "") -> ClusterError:
     """An error that names what was probably meant, and lists what there is."""
     names = {item.lower(): item for item in known}
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     meant = f"did you mean {names[close[0]]}? " if close else ""
-    return ClusterError(f"there is no {what} {name!r}; {meant}known are {words}{', '.join(names.values())}")
+    return ClusterError(f"there is no {what} {name!r}; {meant}known are {hint}{', '.join(names.values())}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import ClusterError
 from ..layout import Mesh
-from .collective import Collective, Measured, Span, collective_time
+from .collective import Collective, MeasuredCollective, Span, collective_time
 from .device import Device
 from .link import Link, slowest
 
@@ -44,7 +44,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class NodeGroup:
     """A number of equal nodes."""
 
     node: Node
@@ -71,9 +71,9 @@ class Cluster:
     """
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
     between: Link | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
     overlap: float = USUAL_OVERLAP
     meeting: float = 0.0
     about: str = ""
@@ -86,8 +86,8 @@ class Cluster:
             raise ClusterError(f"the cluster {self.name!r}: overlap is {self.overlap}; it must be in [0, 1]")
         if not 0 <= self.meeting < math.inf:
             raise ClusterError(f"the cluster {self.name!r}: meeting is {self.meeting}; it must be zero or more seconds")
-        said = [(table.kind, table.ranks) for table in self.measured]
-        if len(set(said)) != len(said):
+        keys = [(table.kind, table.ranks) for table in self.measured]
+        if len(set(keys)) != len(keys):
             raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")
         object.__setattr__(self, "_starts", (0, *accumulate(group.size for group in self.groups)))
 
@@ -155,5 +155,5 @@ def rank_groups(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
     inside = [at for at, axis in enumerate(mesh.axes) if axis.name in chosen]
     size = math.prod(mesh.axes[at].size for at in inside)
     grid = np.array(mesh.devices).reshape([axis.size for axis in mesh.axes])
-    found: list[list[int]] = np.moveaxis(grid, inside, range(-len(inside), 0)).reshape(-1, size).tolist()
-    return found
+    groups: list[list[int]] = np.moveaxis(grid, inside, range(-len(inside), 0)).reshape(-1, size).tolist()
+    return groups

@@ -89,7 +89,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredCollective:
     """The seconds that a collective was measured to take, by bytes, in groups that lie on nodes in one way."""
 
     kind: Collective
@@ -107,7 +107,7 @@ class Measured:
         return self.seconds.at(bytes) * max(1.0, bytes / self.seconds.last)
 
 
-def collective_time(kind: Collective, bytes: float, span: Span, measured: tuple[Measured, ...] = ()) -> float:
+def collective_time(kind: Collective, bytes: float, span: Span, measured: tuple[MeasuredCollective, ...] = ()) -> float:
     """Seconds that a collective takes in a group that lies so on nodes; see the top of the file for `bytes`."""
     if kind not in COLLECTIVES:
         raise ClusterError(f"{kind!r} is no collective; there are {', '.join(COLLECTIVES)}")

@@ -78,10 +78,10 @@ class Device:
             raise ClusterError(f"{named}: edge is {self.edge}; it must be zero or more elements")
         if len(dict(self.flops)) != len(self.flops):
             raise ClusterError(f"{named} says the flops of a dtype twice")
-        said = [(item.kind, item.dtype) for item in self.efficiency]
-        if len(set(said)) != len(said):
+        keys = [(item.kind, item.dtype) for item in self.efficiency]
+        if len(set(keys)) != len(keys):
             raise ClusterError(f"{named} says an efficiency twice")
-        missing = [kind for kind in KINDS if kind not in LIKE and kind not in {kind for kind, _ in said}]
+        missing = [kind for kind in KINDS if kind not in LIKE and kind not in {kind for kind, _ in keys}]
         if missing:
             raise ClusterError(f"{named} has no efficiency of {', '.join(missing)}")
         object.__setattr__(self, "_peaks", dict(self.flops))
@@ -138,10 +138,10 @@ class Device:
 
     def _curve(self, kind: Kind, dtype: str) -> Curve:
         if (kind, dtype) not in self._curves:
-            held = {item.dtype: item.curve for item in self.efficiency if item.kind == kind}
-            if not held:
+            curves = {item.dtype: item.curve for item in self.efficiency if item.kind == kind}
+            if not curves:
                 return self._curve(LIKE[kind], dtype)
-            self._curves[kind, dtype] = held.get(dtype) or held.get("") or next(iter(held.values()))
+            self._curves[kind, dtype] = curves.get(dtype) or curves.get("") or next(iter(curves.values()))
         return self._curves[kind, dtype]
 
 

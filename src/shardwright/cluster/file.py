@@ -37,7 +37,7 @@ from .curve import Curve
 from .device import Device
 from .link import Link
 from .name import parse
-from .schema import VERSION, Reader, largest_node
+from .schema import VERSION, ClusterReader, largest_node
 
 HEADER = "# A cluster for shardwright; docs/clusters.md says what the keys mean.\n"
 
@@ -57,10 +57,10 @@ def load(path: str | Path) -> Cluster:
         raise ClusterError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path} is not YAML: {error}") from error
-    reader = Reader()
-    found = reader.cluster(data, Path(path).stem)
+    reader = ClusterReader()
+    cluster = reader.cluster(data, Path(path).stem)
     raise_all(ClusterError, f"{path} does not describe a cluster:", reader.faults)
-    return found
+    return cluster
 
 
 def save(cluster: Cluster, path: str | Path) -> None:

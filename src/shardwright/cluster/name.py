@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..errors import ClusterError
 from .catalogue import USUAL, device, inside, is_network, network, usual_network
-from .cluster import Cluster, Group, Node
+from .cluster import Cluster, Node, NodeGroup
 
 EXAMPLES = "8xA100-80GB, 4x8xH100, 2x8xA100-40GB@ethernet-100, 8xH100+8xA100-80GB, cpu:4"
 
@@ -29,27 +29,27 @@ def parse(text: str) -> Cluster:
     return Cluster(name=name, groups=tuple(_group(part.strip(), name) for part in name.split("+")))
 
 
-def _group(text: str, name: str) -> Group:
+def _group(text: str, name: str) -> NodeGroup:
     counted, *links = text.split("@")
     if counted.lower().startswith("cpu:") and counted[4:].isdigit():
         counted = f"{counted[4:]}xcpu"
     numbers, kind = _numbers(counted, name)
-    found = device(kind)
-    usual = USUAL[found.name]
+    known = device(kind)
+    usual = USUAL[known.name]
     if len(numbers) == 2:
         nodes, devices = numbers
     else:
         nodes, devices = _nodes(numbers[0] if numbers else 1, usual.devices, name)
     node = Node(
-        device=found,
+        device=known,
         devices=devices,
         inside=inside(usual.inside),
-        network=usual_network(found.name, devices),
+        network=usual_network(known.name, devices),
     )
     for link in links:
         between = is_network(link)
         node = replace(node, network=network(link, devices)) if between else replace(node, inside=inside(link))
-    return Group(node=node, nodes=nodes)
+    return NodeGroup(node=node, nodes=nodes)
 
 
 def _numbers(text: str, name: str) -> tuple[list[int], str]:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from ..errors import ClusterError
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS, USUAL, unknown
-from .cluster import USUAL_OVERLAP, Cluster, Group, Node
-from .collective import COLLECTIVES, Measured
+from .cluster import USUAL_OVERLAP, Cluster, Node, NodeGroup
+from .collective import COLLECTIVES, MeasuredCollective
 from .curve import Curve
 from .device import ITEM, KINDS, Device, Efficiency
 from .link import Link
@@ -34,16 +34,16 @@ TABLE_KEYS = ("kind", "ranks", "seconds")
 # What stands for what could not be read.
 A_DEVICE, A_LINK, A_CURVE = DEVICES["cpu"], LINKS["loopback"], Curve(((1.0, 1.0),))
 A_NODE = Node(device=A_DEVICE, devices=1, inside=A_LINK, network=A_LINK)
-A_GROUP = Group(node=A_NODE, nodes=1)
+A_GROUP = NodeGroup(node=A_NODE, nodes=1)
 A_CLUSTER = Cluster(name="cpu", groups=(A_GROUP,))
 
 
-def largest_node(groups: Iterable[Group]) -> int:
+def largest_node(groups: Iterable[NodeGroup]) -> int:
     """What joins groups is an adapter in each node too: its devices share it, at worst those of the largest."""
     return max((group.node.devices for group in groups), default=1)
 
 
-class Reader:
+class ClusterReader:
     """Reads one file. `faults` says what is wrong, each with the key where it is."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Reader:
         overlap = self.number(data.get("overlap", USUAL_OVERLAP), "number", "overlap")
         meeting = self.number(data.get("meeting", 0.0), "seconds", "meeting")
         name, about = self.text(data.get("name", name), "name"), self.text(data.get("about", ""), "about")
-        return self.made("the file", 0, A_CLUSTER, lambda: Cluster(
+        return self.build("the file", 0, A_CLUSTER, lambda: Cluster(
             name=name, about=about, groups=tuple(groups), between=between, overlap=overlap, meeting=meeting,
             measured=tuple(measured),
         ))  # fmt: skip
@@ -88,36 +88,36 @@ class Reader:
             for key, value in self.entries(data.get("flops", {}), f"{at}.flops")
         )
         efficiency = self.efficiency(data.get("efficiency", {}), f"{at}.efficiency")
-        said = {item.kind for item in efficiency}
-        taken = () if like is None else tuple(item for item in like.efficiency if item.kind not in said)
+        kinds = {item.kind for item in efficiency}
+        inherited = () if like is None else tuple(item for item in like.efficiency if item.kind not in kinds)
         memory = self.number(data.get("memory", base.memory), "bytes", f"{at}.memory")
         bandwidth = self.number(data.get("bandwidth", base.bandwidth), "bytes/s", f"{at}.bandwidth")
         edge = self.number(data.get("edge", like.edge if like else 0.0), "number", f"{at}.edge")
-        return self.made(at, before, A_DEVICE, lambda: Device(
+        return self.build(at, before, A_DEVICE, lambda: Device(
             name=name, flops=flops if "flops" in data else base.flops, memory=int(memory), bandwidth=bandwidth,
-            efficiency=(*efficiency, *taken), edge=edge,
+            efficiency=(*efficiency, *inherited), edge=edge,
         ))  # fmt: skip
 
     def efficiency(self, data: Any, at: str) -> tuple[Efficiency, ...]:
         """For each kind of op a curve, or curves by dtype."""
         if not self.has_keys(data, at, KINDS):
             return ()
-        found = []
-        for kind, said in data.items():
-            by_dtype = said if isinstance(said, dict) and any(key in ITEM for key in said) else {"": said}
+        curves = []
+        for kind, entry in data.items():
+            by_dtype = entry if isinstance(entry, dict) and any(key in ITEM for key in entry) else {"": entry}
             for dtype, item in by_dtype.items():
                 curve = self.curve(item, f"{at}.{kind}.{dtype}".rstrip("."))
-                found.append(Efficiency(kind=kind, dtype=str(dtype), curve=curve))
-        return tuple(found)
+                curves.append(Efficiency(kind=kind, dtype=str(dtype), curve=curve))
+        return tuple(curves)
 
     def link(self, data: Any, at: str, name: str) -> Link:
         before = len(self.faults)
         if not self.has_keys(data, at, LINK_KEYS, ("bandwidth", "latency")):
             return A_LINK
         numbers = {key: self.number(value, LINK_KEYS[key], f"{at}.{key}") for key, value in data.items()}
-        return self.made(at, before, A_LINK, lambda: Link(name=name, **numbers))
+        return self.build(at, before, A_LINK, lambda: Link(name=name, **numbers))
 
-    def group(self, data: Any, at: str) -> Group:
+    def group(self, data: Any, at: str) -> NodeGroup:
         before = len(self.faults)
         if not self.has_keys(data, at, GROUP_KEYS, ("device", "devices")):
             return A_GROUP
@@ -128,27 +128,29 @@ class Reader:
             self.fault(at, f"{' and '.join(missing)} missing; {device.name} is an own device, so there is no usual one")
         if len(self.faults) > before:
             return A_GROUP
-        said = data["inside"] if "inside" in data else USUAL[device.name].inside
-        inside = self.named(said, f"{at}.inside", self.links, catalogue.inside, A_LINK)
+        link = data["inside"] if "inside" in data else USUAL[device.name].inside
+        inside = self.named(link, f"{at}.inside", self.links, catalogue.inside, A_LINK)
         if "network" in data:
             network = self.network(data["network"], devices, f"{at}.network")
         else:
             network = catalogue.usual_network(device.name, devices)
-        return Group(node=Node(device=device, devices=devices, inside=inside, network=network), nodes=nodes)
+        return NodeGroup(node=Node(device=device, devices=devices, inside=inside, network=network), nodes=nodes)
 
     def network(self, name: Any, devices: int, at: str) -> Link:
         return self.named(name, at, self.links, lambda text: catalogue.network(text, devices), A_LINK)
 
-    def table(self, data: Any, at: str) -> Measured:
+    def table(self, data: Any, at: str) -> MeasuredCollective:
         before = len(self.faults)
-        instead = Measured(kind="send", ranks=(2,), seconds=A_CURVE)
+        instead = MeasuredCollective(kind="send", ranks=(2,), seconds=A_CURVE)
         if not self.has_keys(data, at, TABLE_KEYS, TABLE_KEYS):
             return instead
         if data["kind"] not in COLLECTIVES:
             self.fault(f"{at}.kind", str(unknown("collective", str(data["kind"]), COLLECTIVES)))
         ranks = tuple(self.count(item, f"{at}.ranks") for item in self.rows(data["ranks"], f"{at}.ranks"))
         curve = self.curve(data["seconds"], f"{at}.seconds", "seconds")
-        return self.made(at, before, instead, lambda: Measured(kind=data["kind"], ranks=ranks, seconds=curve))
+        return self.build(
+            at, before, instead, lambda: MeasuredCollective(kind=data["kind"], ranks=ranks, seconds=curve)
+        )
 
     def curve(self, data: Any, at: str, measure: Measure = "number") -> Curve:
         """Values by size, or one value for all sizes."""
@@ -158,14 +160,14 @@ class Reader:
             (self.number(size, "bytes", f"{at}, size {size}"), self.number(value, measure, f"{at}, size {size}"))
             for size, value in pairs
         ]
-        return self.made(at, before, A_CURVE, lambda: Curve(tuple(sorted(points))))
+        return self.build(at, before, A_CURVE, lambda: Curve(tuple(sorted(points))))
 
     # -- what all of these are made of
 
-    def fault(self, at: str, words: str) -> None:
-        self.faults.append(f"{at}: {words}")
+    def fault(self, at: str, message: str) -> None:
+        self.faults.append(f"{at}: {message}")
 
-    def made(self, at: str, before: int, instead: T, make: Callable[[], T]) -> T:
+    def build(self, at: str, before: int, instead: T, make: Callable[[], T]) -> T:
         """What `make` makes, if there are no new faults and it does not refuse."""
         if len(self.faults) > before:
             return instead

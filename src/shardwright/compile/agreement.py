@@ -19,9 +19,10 @@ import torch
 from ..ir import Graph
 from ..plan import Plan
 from ..planning import PlanLike
-from ..runtime import roll_call, world
-from ..runtime.inputs import PLAIN
-from ..runtime.optimizer import several
+from ..runtime import world
+from ..runtime.collectives import objects
+from ..runtime.model.inputs import PLAIN
+from ..runtime.optimizer.adopt import several
 from .files import Generated
 
 if TYPE_CHECKING:
@@ -33,23 +34,25 @@ def check_settings(compiler: Compiler) -> None:
     if compiler.world.size == 1:
         return
     remedy = "install the same packages everywhere, and pass the same arguments to parallelize on every rank"
-    roll_call.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
+    objects.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
 
 
-def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[Generated]) -> None:
+def check_programs(compiler: Compiler, graph: Graph, plan: Plan, generated: Sequence[Generated]) -> None:
     """Raise on all ranks if they have compiled different things. All ranks must call it."""
     if compiler.world.size == 1:
         return
-    programs = [program.program.title or "program" for program in made]
-    facts = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
-    facts |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
-    facts |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
+    programs = [program.program.title or "program" for program in generated]
+    analysis = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
+    analysis |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
+    analysis |= {
+        title: code_digest(program.path.read_text()) for title, program in zip(programs, generated, strict=True)
+    }
     remedy = (
         "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone "
         "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "
         "files, and pass the same plan"
     )
-    roll_call.check_equal(facts, "programs", remedy)
+    objects.check_equal(analysis, "programs", remedy)
 
 
 def versions() -> dict[str, str]:
@@ -63,16 +66,16 @@ def versions() -> dict[str, str]:
 
 def settings_of(compiler: Compiler) -> dict[str, str]:
     """The options of a compiled model by their names in `parallelize`. Where files are written may differ."""
-    wishes, batching = compiler.setting and compiler.setting.wishes, compiler.batching
+    options, batching = compiler.setting and compiler.setting.options, compiler.batching
     settings: Mapping[str, object] = {
-        "plan": plan_name(compiler.wish),
+        "plan": plan_name(compiler.requested),
         "inputs": compiler.mode,
         "outputs": compiler.outputs,
         "precision": compiler.precision,
         "microbatches": batching.microbatches,
         "microbatch_semantics": "local" if batching.local else "global",
         "backward": compiler.backward,
-        "memory": wishes and wishes.memory,
+        "memory": options and options.memory,
         "seed": compiler.random.seed,
         "unbatched": compiler.call_inputs.unbatched,
         "SHARDWRIGHT_COMPARE_INPUTS": world.compare_every(),
@@ -84,23 +87,23 @@ def settings_of(compiler: Compiler) -> dict[str, str]:
 
 def _optimizer_options(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
     """The kinds of optimizers and their plain options: a rate that one rank scales lets the replicas drift apart."""
-    found: dict[str, object] = {"optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    options: dict[str, object] = {"optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):
             where = f"optimizer {number}, group {at}" if len(optimizers) > 1 else f"optimizer, group {at}"
             plain = {name: value for name, value in group.items() if isinstance(value, (*PLAIN, tuple))}
-            found |= {f"{where}, {name}": value for name, value in plain.items()}
-    return found
+            options |= {f"{where}, {name}": value for name, value in plain.items()}
+    return options
 
 
-def plan_name(wish: PlanLike) -> str:
+def plan_name(plan: PlanLike) -> str:
     """A plan as somebody asked for it; a file by what is in it, since its path may differ."""
-    if isinstance(wish, Plan):
-        return f"{wish.policy} {bare(wish).name}"
-    if isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
-        path = Path(wish)
+    if isinstance(plan, Plan):
+        return f"{plan.policy} {bare(plan).name}"
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        path = Path(plan)
         return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path.exists() else 'missing'}"
-    return wish if isinstance(wish, str) else getattr(wish, "__qualname__", type(wish).__name__)
+    return plan if isinstance(plan, str) else getattr(plan, "__qualname__", type(plan).__name__)
 
 
 def bare(plan: Plan) -> Plan:

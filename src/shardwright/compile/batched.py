@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..batch_dim import BatchDim, find_batch_dim, said_by
-from ..capture import Captured
-from ..runtime.comparison import CallSignature
-from ..runtime.inputs import PLAIN, Mode
+from ..batch_dim import BatchDim, declared_by, find_batch_dim
+from ..capture import CapturedGraph
+from ..runtime.faults.input_comparison import CallSignature
+from ..runtime.model.inputs import PLAIN, Mode
 
 
-def signature_of(captured: Captured, mode: Mode) -> CallSignature:
+def signature_of(captured: CapturedGraph, mode: Mode) -> CallSignature:
     """What calls of a program are compared by between ranks."""
     graph, arguments = captured.graph, dict[str, str]()
     for leaf in captured.input_leaves:
@@ -25,26 +25,26 @@ def signature_of(captured: Captured, mode: Mode) -> CallSignature:
     return CallSignature(
         program=f'{graph.name} ({graph.entry}, {graph.fingerprint}, inputs="{mode}")',
         arguments=arguments,
-        tensors=tuple(held.path for held in graph.inputs),
-        batched=tuple(graph.is_batched(held) for held in graph.inputs),
+        tensors=tuple(value.path for value in graph.inputs),
+        batched=tuple(graph.is_batched(value) for value in graph.inputs),
         mode=mode,
     )
 
 
-def with_batch(captured: Captured, batch: BatchDim, size: int | None) -> Captured:
+def with_batch(captured: CapturedGraph, batch: BatchDim, size: int | None) -> CapturedGraph:
     """A captured call with a batch of `size` in the inputs that are batched, whatever its own sizes tell."""
     graph = captured.graph
     named = {leaf.value: has for leaf, has in zip(captured.input_leaves, batch.batched, strict=True)}
-    inputs = tuple(replace(held, batched=named[held.value]) for held in graph.inputs)
+    inputs = tuple(replace(value, batched=named[value.value]) for value in graph.inputs)
     if (inputs, size) == (graph.inputs, graph.batch):
         return captured
     return replace(captured, graph=replace(graph, inputs=inputs, batch=size))
 
 
-def with_unbatched(captured: Captured, unbatched: Sequence[str] | None) -> Captured:
+def with_unbatched(captured: CapturedGraph, unbatched: Sequence[str] | None) -> CapturedGraph:
     """A captured call in which people say which inputs have no batch dim."""
     inputs = [(leaf.path, leaf.shape) for leaf in captured.input_leaves]
-    batch = find_batch_dim(inputs, said_by(unbatched, [path for path, _ in inputs]))
+    batch = find_batch_dim(inputs, declared_by(unbatched, [path for path, _ in inputs]))
     return with_batch(captured, batch, batch.size)
 
 
@@ -53,5 +53,5 @@ def stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:
     shape = list(tensor.shape)
     if batched:
         shape[0] = shape[0] * scale // parts
-    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)

@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from ..capture import (
     AUTO,
-    Body,
-    Captured,
+    CapturedGraph,
     NoValues,
-    Opaque,
-    OpaquePart,
+    OpaqueBody,
+    OpaqueCall,
+    OpaqueModule,
     Real,
     called_with_gradients,
     capture,
@@ -42,34 +42,34 @@ from ..cost import training_flops
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import Pipelined, Program, lower, lower_pipeline
+from ..lower import LoweredProgram, PipelinePrograms, lower, lower_pipeline
 from ..plan import Plan
 from ..plan.file import read as read_plan
-from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
+from ..planning import Batching, PlanLike, PlanningTask, continue_plan, make_plan, only_scalars
 from ..precision import Precision
 from ..probe import check_splits, probing
 from ..rules import Analysis, analyse
-from ..runtime.inputs import CallInputs, Mode
-from ..runtime.model import Entry, ParallelModel
-from ..runtime.optimizer import Optimizers, adopt, several
-from ..runtime.pipeline import Loop, Running
-from ..runtime.pipeline.loop import Backward
-from ..runtime.random import Randomness
-from ..runtime.replaced import mark_replaced
-from ..runtime.scalars import NotAnInput
-from ..runtime.stage import Stage, stage_class
-from ..runtime.unadopted import watch_optimizers
+from ..runtime.algorithms.random import Randomness
+from ..runtime.model.float_inputs import NotAnInput
+from ..runtime.model.inputs import CallInputs, Mode
+from ..runtime.model.parallel_model import ParallelModel, Specialization
+from ..runtime.model.program import Program, program_class
+from ..runtime.optimizer.adopt import Optimizers, adopt, several
+from ..runtime.optimizer.unadopted import watch_optimizers
+from ..runtime.parameters.replaced import mark_replaced
+from ..runtime.pipeline import PipelineLoop, RunningPipeline
+from ..runtime.pipeline.autograd import Backward
 from ..runtime.world import Groups, Moment, World
 from .agreement import check_programs, check_settings
 from .batched import stand_in, with_batch
+from .call_mapping import ways_of
 from .files import Generated, generate
-from .holding import Holder
+from .meta_copy import calling, carry, check_effects, copy_to_meta, signature, thaw
+from .parameters import ParameterSharder
 from .pipeline import assemble
+from .pipeline_ranks import PipelineRank, check_held, find_pipeline_ranks, with_masters
 from .replicas import count_replicas
 from .scalars import check_floats
-from .seats import Seat, check_held, find_seats, with_masters
-from .skeleton import calling, carry, check_effects, signature, skeleton_of, thaw
-from .ways import ways_of
 
 Outputs = Literal["all", "scalars"]
 
@@ -91,14 +91,14 @@ class Compiler:
         module: nn.Module,
         optimizer: Optimizers,
         world: World,
-        wish: PlanLike,
+        plan: PlanLike,
         mode: Mode,
         directory: Path,
         seed: int,
         promote: bool = False,
         exact_random: bool = False,
         prefix: str = "",
-        setting: Setting | None = None,
+        setting: PlanningTask | None = None,
         outputs: Outputs = "all",
         batching: Batching | None = None,
         backward: Backward = "inside",
@@ -107,21 +107,21 @@ class Compiler:
     ) -> None:
         self.module: nn.Module | None = module
         self.precision = precision or Precision()
-        self.skeleton = cast(skeleton_of(module), self.precision)
+        self.skeleton = cast(copy_to_meta(module), self.precision)
         self._alive: dict[int, Any] = {}
         self._signature = signature(module, self._alive)
         self._trainable = thaw(self.skeleton, module, set())
-        self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
+        self.optimizer, self.world, self.requested, self.mode = optimizer, world, plan, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
         self.stated: dict[str, object] = {}  # options that others act on, which ranks must have in common too
         self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched, computed=bool(prefix))
-        self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
-        self.programs: list[Program] = []
-        self.bodies: dict[str, Body] = {}
-        self.looked = False  # whether an opaque part had to be seen running
-        self.loop: Loop | None = None
+        self.storage_options: list[dict[str, Layout]] = []  # for each segment, once that is decided
+        self.programs: list[LoweredProgram] = []
+        self.bodies: dict[str, OpaqueBody] = {}
+        self.saw_values = False  # whether an opaque part had to be seen running
+        self.loop: PipelineLoop | None = None
         self._agreed = False
         self.method = ""  # which is compiled, other than forward
         self.floats: Mapping[int, float] = {}
@@ -139,7 +139,7 @@ class Compiler:
         now = signature(self.module, self._alive)
         if now != self._signature:
             marks = {AUTO: True} if AUTO in vars(self.skeleton) else {}
-            self.skeleton, self._signature = cast(skeleton_of(self.module), self.precision), now
+            self.skeleton, self._signature = cast(copy_to_meta(self.module), self.precision), now
             vars(self.skeleton).update(marks)
             model.remake(self.skeleton, self.module)
         thaw(self.skeleton, self.module, self._trainable)
@@ -154,7 +154,7 @@ class Compiler:
     def __call__(
         self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
         floats: Mapping[int, float] | None = None,
-    ) -> Entry:  # fmt: skip
+    ) -> Specialization:  # fmt: skip
         """The program of a call; `floats` are those of its leaves that are given as tensors."""
         self.agree()
         self.method, self.floats = method, floats or {}
@@ -164,36 +164,44 @@ class Compiler:
             return self._compile(model, args, kwargs)  # not with the hooks of a checkpoint that this call is in
 
     @torch.inference_mode(False)  # what is made for inference can't train later
-    def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         captured = self._capture(model, args, kwargs)
-        self.looked = self.looked or any(call.looked for call in captured.opaques.values())
-        graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
+        self.saw_values = self.saw_values or any(call.observed for call in captured.opaques.values())
+        graph, mode = captured.graph, "per_replica" if model.passing == "per_replica" else "global"
         with without_collection():
-            facts = analyse(graph, probing(captured.functions))
-            model.plan = plan = self._plan(model.plan, graph, facts)
+            analysis = analyse(graph, probing(captured.functions))
+            model.plan = plan = self._plan(model.plan, graph, analysis)
             if model.training and model.flops is None:
-                model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
-            check_splits(facts, [segment.choices for segment in plan.entries[graph.entry]])
+                model.flops = training_flops(analysis) * (plan.microbatches if plan.local else 1)
+            check_splits(analysis, [segment.choices for segment in plan.entries[graph.entry]])
             self.random.apart = plan.local
             if plan.is_pipeline:
-                lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
+                lowered = lower_pipeline(graph, plan, analysis, storage_options=self.storage_options, mode=mode)
                 programs = lowered.programs
             else:
-                programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
-            made = [generate(program, self.directory) for program in programs]
-        check_programs(self, graph, plan, made)
+                programs = (
+                    lower(
+                        graph,
+                        plan,
+                        analysis,
+                        storage_options=self.storage_options[0] if self.storage_options else None,
+                        mode=mode,
+                    ),
+                )
+            generated = [generate(program, self.directory) for program in programs]
+        check_programs(self, graph, plan, generated)
         self.programs.append(programs[0])
-        seats = find_seats(plan.entries[graph.entry], made)
+        pp_ranks = find_pipeline_ranks(plan.entries[graph.entry], generated)
         if self.precision.master and self.optimizer is not None:
-            seats = with_masters(seats)
-        groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
+            pp_ranks = with_masters(pp_ranks)
+        groups = {pp_rank.mesh: pp_rank.groups() for pp_rank in pp_ranks}  # of all meshes, on all ranks
         if model._holding is None:
-            self._hold(model, made, seats, groups)
-        check_held(seats, model._ready().seats, made)
+            self._hold(model, generated, pp_ranks, groups)
+        check_held(pp_ranks, model._ready().pp_ranks, generated)
         model.watch(captured.reads, captured.variables, captured.left)
         if plan.is_pipeline:
-            return self._load_pipeline(model, captured, lowered, made, groups)
-        return self._load(model, captured, made[0], next(iter(groups.values())))
+            return self._load_pipeline(model, captured, lowered, generated, groups)
+        return self._load(model, captured, generated[0], next(iter(groups.values())))
 
     def _check_first(self, model: ParallelModel) -> None:
         if self.optimizer is not None and not model.training and torch.is_grad_enabled():
@@ -205,9 +213,9 @@ class Compiler:
                 stacklevel=2,
             )
 
-    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         entry = "train" if model.training else "eval"
-        scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
+        scale = count_replicas(self.requested, self.world) if model.passing == "per_replica" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         batch = self.call_inputs.batch_dim(args, kwargs, model.passing, needed=scale * parts > 1)
@@ -217,31 +225,31 @@ class Compiler:
             stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
             for leaf, batched in zip(leaves, batch.batched, strict=True)
         ]
-        given = (args, kwargs)
+        call = (args, kwargs)
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
-        real = self._real(model, given, batch.batched, scale)
+        real = self._real(model, call, batch.batched, scale)
         called = calling(self.skeleton, self.method)
         with _CAPTURING, casting(called, self.precision):
             if self.floats:
                 self._check_floats(called, shown, spec, real)
-            found = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
-        check_effects(called, self.skeleton, self.method, found)
-        found = with_batch(found, batch, batch.size and batch.size * scale // parts)
-        return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
+            captured = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
+        check_effects(called, self.skeleton, self.method, captured)
+        captured = with_batch(captured, batch, batch.size and batch.size * scale // parts)
+        return captured if self.outputs == "all" else replace(captured, graph=only_scalars(captured.graph))
 
     def _check_floats(self, called: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, real: Real) -> None:
         if self.precision.casts:
             raise NotAnInput("a precision casts what is computed with a number")
 
-        def trace(call: list[Any]) -> Captured:
+        def trace(call: list[Any]) -> CapturedGraph:
             args, kwargs = pytree.tree_unflatten(call, spec)
             return capture(called, args, kwargs, entry="floats", promote=self.promote, real=real)
 
         check_floats(trace, leaves, self.floats)
 
-    def _real(self, model: ParallelModel, given: Any, batched: Sequence[bool], scale: int) -> Real:
+    def _real(self, model: ParallelModel, call: Any, batched: Sequence[bool], scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.
 
         The rows of other groups are not here: the own ones are repeated. Once the pieces are the truth, the whole
@@ -249,63 +257,67 @@ class Compiler:
         """
         module = self.module
         if module is None:
-            module = self._gathered(model) if self.looked else self.skeleton
+            module = self._gathered(model) if self.saw_values else self.skeleton
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
             if self.precision.casts:
                 raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
-            leaves, spec = pytree.tree_flatten(given)
-            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
-            return calling(module, self.method), *pytree.tree_unflatten(whole, spec)
+            leaves, spec = pytree.tree_flatten(call)
+            global_leaves = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
+            return calling(module, self.method), *pytree.tree_unflatten(global_leaves, spec)
 
         return make
 
     def _gathered(self, model: ParallelModel) -> nn.Module:
         """The original with the values that it has now. All ranks must call it."""
-        made = copy_module(self.skeleton).to_empty(device=self.world.device)
+        module = copy_module(self.skeleton).to_empty(device=self.world.device)
         state = {**model.full_state_dict(), **model._ready().buffers}
         with torch.no_grad():
-            for key, tensor in (*made.named_parameters(), *made.named_buffers()):
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor.copy_(state[key])
-        return made
+        return module
 
-    def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
+    def _plan(self, known: Plan | None, graph: Graph, analysis: Analysis) -> Plan:
         def make() -> Plan:
             if known is None:
-                return make_plan(graph, facts, self.wish, self.world.size, self.setting, self.batching)
-            return continue_plan(known, graph, facts, self.world.size, self.setting)
+                return make_plan(graph, analysis, self.requested, self.world.size, self.setting, self.batching)
+            return continue_plan(known, graph, analysis, self.world.size, self.setting)
 
-        if (self.wish if known is None else known.policy) != "auto" or not dist.is_initialized():
+        if (self.requested if known is None else known.policy) != "auto" or not dist.is_initialized():
             return make()
-        return self._told(make, graph)
+        return self._plan_on_first_rank(make, graph)
 
-    def _told(self, make: Callable[[], Plan], graph: Graph) -> Plan:
+    def _plan_on_first_rank(self, make: Callable[[], Plan], graph: Graph) -> Plan:
         """The first rank searches and tells the others, since two machines may break a tie in two ways."""
-        said: list[str] = ["", ""]
+        message: list[str] = ["", ""]
         if self.world.rank == 0:
             try:
-                said[0] = make().to_json()
+                message[0] = make().to_json()
             except ShardwrightError as error:
-                said[1] = str(error)
-        dist.broadcast_object_list(said, src=0)
-        if said[1]:
-            raise PlanError(said[1])
-        return read_plan(said[0], graph)
+                message[1] = str(error)
+        dist.broadcast_object_list(message, src=0)
+        if message[1]:
+            raise PlanError(message[1])
+        return read_plan(message[0], graph)
 
     def _hold(
-        self, model: ParallelModel, made: Sequence[Generated], seats: Sequence[Seat], groups: Mapping[Mesh, Groups]
+        self,
+        model: ParallelModel,
+        generated: Sequence[Generated],
+        pp_ranks: Sequence[PipelineRank],
+        groups: Mapping[Mesh, Groups],
     ) -> None:
         assert self.module is not None
-        holder = Holder(
+        holder = ParameterSharder(
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
-            dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
+            dtypes={key: buffer.dtype for key, buffer in self.skeleton.named_buffers(remove_duplicate=False)},
             wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
         )  # fmt: skip
-        units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
-        holding = holder.hold(seats, groups, tuple(units))
+        units = dict.fromkeys(unit for file in generated for unit in getattr(file.module, "UNITS", ()))
+        holding = holder.hold(pp_ranks, groups, tuple(units))
         model.hold(holding)
-        self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
-        replaced = holder.replaced(holding.parameters, seats)
+        self.storage_options = [{p.key: p.layout for p in file.program.parameters} for file in generated]
+        replaced = holder.replaced(holding.parameters, pp_ranks)
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
         watch_optimizers()
@@ -313,13 +325,13 @@ class Compiler:
         self.module = None  # from here on the pieces are the truth
         self._alive, self._signature = {}, []
 
-    def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
-        program = made.program
-        return Entry(
-            stage=self._stage(model, captured, made, groups),
-            path=made.path,
-            rows=tuple(
-                model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
+    def _load(self, model: ParallelModel, captured: CapturedGraph, file: Generated, groups: Groups) -> Specialization:
+        program = file.program
+        return Specialization(
+            stage=self._stage(model, captured, file, groups),
+            path=file.path,
+            per_replica=tuple(
+                model.passing == "per_replica" and name is not None and any(program.layouts[name].shards)
                 for name in program.outputs
             ),
             **ways_of(captured, model.passing),
@@ -328,45 +340,50 @@ class Compiler:
     def _load_pipeline(
         self,
         model: ParallelModel,
-        captured: Captured,
-        lowered: Pipelined,
-        made: Sequence[Generated],
+        captured: CapturedGraph,
+        lowered: PipelinePrograms,
+        generated: Sequence[Generated],
         groups: Mapping[Mesh, Groups],
-    ) -> Entry:
+    ) -> Specialization:
         holding = model._ready()
         if self.loop is None:
-            self.loop = Loop(holding.sync, self.backward)
+            self.loop = PipelineLoop(holding.sync, self.backward)
 
-        def make(one: Generated, moment: Moment) -> Stage:
-            return self._stage(model, captured, one, groups[holding.groups.mesh], moment)
+        def make(file: Generated, moment: Moment) -> Program:
+            return self._stage(model, captured, file, groups[holding.groups.mesh], moment)
 
-        pipeline = assemble(lowered, made, captured, holding, self.world, make)
-        joined = {held.value for held in lowered.exits if held.how == "cat"}
-        if self.mode == "rows" and joined and count_replicas(self.wish, self.world) > 1:
+        pipeline = assemble(lowered, generated, captured, holding, self.world, make)
+        joined = {output.value for output in lowered.exits if output.how == "cat"}
+        if self.mode == "per_replica" and joined and count_replicas(self.requested, self.world) > 1:
             raise InputError(
-                f'with inputs="rows" a pipeline of several data-parallel groups gives back numbers only, and the model '
-                f"returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
-                'outputs="scalars", or pass inputs="same"'
+                f'with inputs="per_replica" a pipeline of several data-parallel replicas returns scalars only, and the '
+                f"model returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
+                'outputs="scalars", or pass inputs="global"'
             )
-        here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
-        return Entry(
-            running=Running(pipeline, self.loop),
+        here = next(file for file, place in zip(generated, pipeline.placed, strict=True) if place.stage is not None)
+        return Specialization(
+            running=RunningPipeline(pipeline, self.loop),
             path=here.path,
-            rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
+            per_replica=tuple(model.passing == "per_replica" and out.value in joined for out in captured.graph.outputs),
             **ways_of(captured, model.passing),
         )
 
     def _stage(
-        self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups, moment: Moment | None = None
-    ) -> Stage:
-        holding, module = model._ready(), made.module
-        stage = stage_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
+        self,
+        model: ParallelModel,
+        captured: CapturedGraph,
+        generated: Generated,
+        groups: Groups,
+        moment: Moment | None = None,
+    ) -> Program:
+        holding, module = model._ready(), generated.module
+        stage = program_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
-        read = {one.key for one in made.program.holdings}  # a loop over layers must find those of its segment
-        for one in holding.held:
-            for key in one.keys if one.name in read else ():
-                stage.place(key, holding.parameters[one.name])
-        for buffer in made.program.graph.buffers:
+        read = {p.key for p in generated.program.parameters}  # a loop over layers must find those of its stage
+        for spec in holding.specs:
+            for key in spec.keys if spec.name in read else ():
+                stage.place(key, holding.parameters[spec.name])
+        for buffer in generated.program.graph.buffers:
             constant = captured.constants.get(buffer.value)
             tensor = holding.buffers[buffer.key] if constant is None else constant.to(self.world.device)
             stage.place(buffer.key, tensor, unchanging=buffer.update is None)
@@ -374,9 +391,9 @@ class Compiler:
         stage.renew()
         return stage
 
-    def _part(self, call: Opaque) -> OpaquePart:
+    def _part(self, call: OpaqueCall) -> OpaqueModule:
         """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""
         like = self.skeleton.get_submodule(call.path)
         if call.path not in self.bodies:
-            self.bodies[call.path] = Body(copy_module(like))
-        return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
+            self.bodies[call.path] = OpaqueBody(copy_module(like))
+        return OpaqueModule(call, self.bodies[call.path], [module.training for module in like.modules()])

@@ -10,34 +10,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from ..capture import Function, without_collection
+from ..capture import ImportedFunction, without_collection
 from ..emit import emit
 from ..ir import Graph
 from ..layout import Layout
-from ..lower import Program, lower
+from ..lower import LoweredProgram, lower
 from ..plan import Plan
 from ..probe import probing
 from ..rules import Analysis, analyse
-from ..runtime.stage import load_file
+from ..runtime.model.program import load_file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
     """A program, its file, and that file imported."""
 
-    program: Program
+    program: LoweredProgram
     path: Path
     module: ModuleType
 
 
-def generate(program: Program, directory: Path, text: str | None = None) -> Generated:
+def generate(program: LoweredProgram, directory: Path, text: str | None = None) -> Generated:
     """Write the text of a program, and import it."""
     path = write(emit(program).text if text is None else text, directory, program)
     name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     return Generated(program=program, path=path, module=load_file(path, name))
 
 
-def write(text: str, directory: Path, program: Program) -> Path:
+def write(text: str, directory: Path, program: LoweredProgram) -> Path:
     """Write a generated file under a name that says what it is; the same content has the same name."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     folder = directory / f"{program.graph.name}-{program.plan_policy.replace('=', '').replace(',', '-')}"
@@ -45,23 +45,23 @@ def write(text: str, directory: Path, program: Program) -> Path:
     what = "_".join(part for part in (program.graph.entry.replace("-", "_"), program.title.replace(" ", "")) if part)
     path = folder / f"{what}_{digest}.py"
     if not path.exists() or path.read_text() != text:
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
-        draft.write_text(text)
-        draft.replace(path)
+        builder = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
+        builder.write_text(text)
+        builder.replace(path)
     return path
 
 
 def compile_graph(
     graph: Graph,
-    wish: Callable[[Analysis], Plan],
+    make_plan: Callable[[Analysis], Plan],
     *,
-    homes: Mapping[str, Layout] | None = None,
-    mode: str = "same",
-    functions: Mapping[str, Function] | None = None,
-) -> tuple[Plan, Program, str]:
+    storage_options: Mapping[str, Layout] | None = None,
+    mode: str = "global",
+    functions: Mapping[str, ImportedFunction] | None = None,
+) -> tuple[Plan, LoweredProgram, str]:
     """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
     with without_collection():
-        facts = analyse(graph, probing(functions))
-        plan = wish(facts)
-        program = lower(graph, plan, facts, homes=homes, mode=mode)
+        analysis = analyse(graph, probing(functions))
+        plan = make_plan(analysis)
+        program = lower(graph, plan, analysis, storage_options=storage_options, mode=mode)
         return plan, program, emit(program).text

@@ -6,83 +6,83 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..capture import Captured
+from ..capture import CapturedGraph
 from ..ir import Graph
-from ..lower import Exit, Passage, Pipelined
+from ..lower import ModelOutput, PipelinePrograms, StageTransfer
 from ..plan.pipeline import schedule_of
-from ..runtime.model import Holding
-from ..runtime.pipeline import Crossing, Leaving, Pipeline, Placed
-from ..runtime.stage import Stage
+from ..runtime.model.parallel_model import RankState
+from ..runtime.model.program import Program
+from ..runtime.pipeline import PipelineOutput, PipelineSpec, PlacedStage, StageCrossing
 from ..runtime.world import Moment, World
 from ..schedule import check, with_prologue
 from .files import Generated
 
-MakeStage = Callable[[Generated, Moment], Stage]
+MakeStage = Callable[[Generated, Moment], Program]
 
 
 def assemble(
-    lowered: Pipelined,
-    made: Sequence[Generated],
-    captured: Captured,
-    holding: Holding,
+    lowered: PipelinePrograms,
+    generated: Sequence[Generated],
+    captured: CapturedGraph,
+    holding: RankState,
     world: World,
     make_stage: MakeStage,
-) -> Pipeline:
+) -> PipelineSpec:
     """What a rank runs of a pipeline. `make_stage` gives the stage of a segment that this rank is in."""
     plan = lowered.plan
     moment = Moment(lowered.microbatches)
-    numbers = {held.value: number for number, held in enumerate(captured.graph.inputs)}
+    numbers = {value.value: number for number, value in enumerate(captured.graph.inputs)}
     placed = tuple(
-        _placed(number, lowered, one, numbers, holding, world, lambda one=one: make_stage(one, moment))  # type: ignore[misc]
-        for number, one in enumerate(made)
+        _placed(number, lowered, file, numbers, holding, world, lambda file=file: make_stage(file, moment))  # type: ignore[misc]
+        for number, file in enumerate(generated)
     )
-    early = [number for number, one in enumerate(made) if one.program.early]
+    early = [number for number, file in enumerate(generated) if file.program.early]
     schedules = [schedule_of(plan, lowered.microbatches, training=training) for training in (True, False)]
     training, forward = (with_prologue(schedule, early) for schedule in schedules)
     for schedule in (training, forward):
         check(schedule, lowered.edges)
-    leaving = tuple(_leaving(held) for held in lowered.exits)
+    leaving = tuple(_leaving(output) for output in lowered.exits)
     behind = [_behind(captured.graph, out.value) for out in leaving]
-    return Pipeline(
+    return PipelineSpec(
         placed=placed,
-        crossings=tuple(_crossing(held, behind) for held in lowered.passages),
+        crossings=tuple(_crossing(transfer, behind) for transfer in lowered.passages),
         leaving=leaving,
         schedule=training,
         forward=forward,
         moment=moment,
         buffers=holding.buffers,
         local=plan.local,
-        rows=_rows(captured) if plan.local and lowered.microbatches > 1 else (),
+        rows=_batched(captured) if plan.local and lowered.microbatches > 1 else (),
     )
 
 
-def _rows(captured: Captured) -> tuple[bool, ...]:
+def _batched(captured: CapturedGraph) -> tuple[bool, ...]:
     """Which inputs have the rows of the batch."""
     graph = captured.graph
-    return tuple(graph.is_batched(held) for held in graph.inputs)
+    return tuple(graph.is_batched(value) for value in graph.inputs)
 
 
 def _placed(
     number: int,
-    lowered: Pipelined,
-    one: Generated,
+    lowered: PipelinePrograms,
+    file: Generated,
     numbers: Mapping[str, int],
-    holding: Holding,
+    holding: RankState,
     world: World,
-    make: Callable[[], Stage],
-) -> Placed:
-    program, mesh = one.program, lowered.plan.entries[lowered.graph.entry][number].mesh
+    make: Callable[[], Program],
+) -> PlacedStage:
+    program, mesh = file.program, lowered.plan.entries[lowered.graph.entry][number].mesh
     here = world.rank in mesh.devices
-    names = {held.value: held.keys for held in program.holdings}
+    names = {parameter.value: parameter.keys for parameter in program.parameters}
     # What nobody reads in this call may lie on another device: the first call decided that.
     own = [keys for keys in names.values() if here and keys[0] in holding.parameters]
     parameters = {key: holding.parameters[keys[0]] for keys in own for key in keys}
-    return Placed(
+    return PlacedStage(
         number=number,
         mesh=mesh,
-        takes=tuple(numbers.get(held.value, held.value) for held in program.graph.inputs),
-        gives=tuple(held.value for held in program.graph.outputs if held.value is not None),
-        asks=tuple(numbers[held.value] for held in program.asked),
+        takes=tuple(numbers.get(value.value, value.value) for value in program.graph.inputs),
+        gives=tuple(value.value for value in program.graph.outputs if value.value is not None),
+        asks=tuple(numbers[value.value] for value in program.prologue_inputs),
         updates=tuple(key for key, _ in program.updates),
         stage=make() if here else None,
         parameters=parameters,
@@ -91,40 +91,40 @@ def _placed(
 
 def _behind(graph: Graph, value: str) -> set[str]:
     """The values on which one depends by what has a gradient."""
-    found: set[str] = set()
+    reached: set[str] = set()
     todo = [value]
     while todo:
         name = todo.pop()
-        if name not in found and graph.values[name].gradient:
-            found.add(name)
+        if name not in reached and graph.values[name].gradient:
+            reached.add(name)
             maker = graph.producer.get(name)
             todo += () if maker is None else maker.inputs
-    return found
+    return reached
 
 
-def _crossing(held: Passage, behind: Sequence[set[str]]) -> Crossing:
-    return Crossing(
-        value=held.value,
-        giver=held.giver,
-        taker=held.taker,
-        shape=held.shape,
-        dtype=getattr(torch, held.dtype),
-        gradient=held.gradient,
-        given=held.given,
-        taken=held.taken,
-        outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
+def _crossing(transfer: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
+    return StageCrossing(
+        value=transfer.value,
+        giver=transfer.giver,
+        taker=transfer.taker,
+        shape=transfer.shape,
+        dtype=getattr(torch, transfer.dtype),
+        gradient=transfer.gradient,
+        source_layout=transfer.sent,
+        target_layout=transfer.received,
+        outputs=frozenset(at for at, names in enumerate(behind) if transfer.value in names),
     )
 
 
-def _leaving(held: Exit) -> Leaving:
-    return Leaving(
-        value=held.value,
-        segment=held.segment,
-        how=held.how,
-        shape=held.shape,
-        dtype=getattr(torch, held.dtype),
-        gradient=held.gradient,
-        path=held.path,
-        dim=held.dim,
-        cut=held.cut,
+def _leaving(output: ModelOutput) -> PipelineOutput:
+    return PipelineOutput(
+        value=output.value,
+        segment=output.segment,
+        how=output.how,
+        shape=output.shape,
+        dtype=getattr(torch, output.dtype),
+        gradient=output.gradient,
+        path=output.path,
+        dim=output.dim,
+        sharding=output.shard,
     )

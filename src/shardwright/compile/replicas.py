@@ -6,27 +6,27 @@ import math
 
 from ..errors import InputError
 from ..layout import Mesh
-from ..plan import Plan, read_request
-from ..plan.rows import replica_axes
+from ..plan import Plan, parse_plan_string
+from ..plan.replica_axes import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import PlanLike
 from ..runtime.world import World
 
 
-def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
+def replicas_of(plan: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh that a plan will have and its axes that split the batch, before there is a plan."""
-    if isinstance(wish, Plan):
-        return wish.mesh, replica_axes(wish.mesh)
-    if not isinstance(wish, str) or wish.endswith(".json"):
+    if isinstance(plan, Plan):
+        return plan.mesh, replica_axes(plan.mesh)
+    if not isinstance(plan, str) or plan.endswith(".json"):
         raise InputError(
-            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
+            'inputs="per_replica" needs a plan string or a Plan, so that the global batch is known before planning'
         )
-    text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
-    request = read_request(text, world.size)
+    text = plan if plan != "auto" else f"dp={world.size}" if world.size > 1 else "single"
+    request = parse_plan_string(text, world.size)
     return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
 
 
-def count_replicas(wish: PlanLike, world: World) -> int:
+def count_replicas(plan: PlanLike, world: World) -> int:
     """How many data-parallel groups a plan will have."""
-    mesh, axes = replicas_of(wish, world)
+    mesh, axes = replicas_of(plan, world)
     return math.prod(mesh.sizes[name] for name in axes)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..capture import Captured
+from ..capture import CapturedGraph
 from ..errors import CaptureError
 from ..ir import Graph, Op, Slot
-from ..runtime.scalars import NotAnInput
+from ..runtime.model.float_inputs import NotAnInput
 
 
-def check_floats(capture: Callable[[list[Any]], Captured], leaves: Sequence[Any], floats: Mapping[int, float]) -> None:
+def check_floats(
+    capture: Callable[[list[Any]], CapturedGraph], leaves: Sequence[Any], floats: Mapping[int, float]
+) -> None:
     """Refuse floats, by leaf of a call, as inputs unless the graph is the same with them as constants."""
     plain = [floats.get(at, leaf) for at, leaf in enumerate(leaves)]
     try:

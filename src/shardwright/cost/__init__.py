@@ -1,39 +1,39 @@
 """What things cost: the arithmetic of an op, its time, its memory, what is sent."""
 
-from .call import Call, Tensor, call_of, local_elements, work_parts
-from .keeps import Keeps, keeps, kept_bytes
-from .peak import Memory, peak
-from .sends import Send, algorithm_sends
-from .strides import Strides, shares, strides_of
+from .algorithm_collectives import AlgorithmCollective, algorithm_collectives
+from .call import LocalCall, LocalTensor, local_call, local_elements, work_parts
+from .memory_timeline import MemoryPeak, simulate_memory
+from .saved_for_backward import SavedForBackward, saved_bytes, saved_for_backward
+from .strides import Strides, is_view, strides_of
 from .time import OpTime, join_time, op_time, update_time
-from .training import ON_CPU, ON_GPU, STATES, Habits, Training, habits_of
-from .work import flops, is_product, training_flops
+from .training import ON_CPU, ON_GPU, STATES, BackendTraits, TrainingSetup, backend_traits
+from .work import flops, is_matmul, training_flops
 
 __all__ = [
     "ON_CPU",
     "ON_GPU",
     "STATES",
-    "Call",
-    "Habits",
-    "Keeps",
-    "Memory",
+    "AlgorithmCollective",
+    "BackendTraits",
+    "LocalCall",
+    "LocalTensor",
+    "MemoryPeak",
     "OpTime",
-    "Send",
+    "SavedForBackward",
     "Strides",
-    "Tensor",
-    "Training",
-    "algorithm_sends",
-    "call_of",
+    "TrainingSetup",
+    "algorithm_collectives",
+    "backend_traits",
     "flops",
-    "habits_of",
-    "is_product",
+    "is_matmul",
+    "is_view",
     "join_time",
-    "keeps",
-    "kept_bytes",
+    "local_call",
     "local_elements",
     "op_time",
-    "peak",
-    "shares",
+    "saved_bytes",
+    "saved_for_backward",
+    "simulate_memory",
     "strides_of",
     "training_flops",
     "update_time",

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ir import Op
-from ..layout import Layout, Mesh, share
+from ..layout import Layout, Mesh, chunk_bounds
 from ..rules import FAN, ROWS, Signature
-from .training import Training
+from .training import TrainingSetup
 from .work import flops
 
 TURNS = ("aten.transpose.int", "aten.permute.default", "aten.t.default")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class LocalTensor:
     """What a device has of a tensor of an op: that of the first device, which has the most."""
 
     elements: float
@@ -31,7 +31,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LocalCall:
     """One call of an op on a device.
 
     flops     those of the forward pass
@@ -40,28 +40,28 @@ class Call:
 
     op: Op
     flops: float
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[LocalTensor, ...]
+    outputs: tuple[LocalTensor, ...]
     copies: bool = False
 
     @property
     def gradient(self) -> bool:
         """Whether there is a backward pass."""
-        return not self.op.no_grad and any(held.gradient for held in self.outputs)
+        return not self.op.no_grad and any(output.gradient for output in self.outputs)
 
 
-def call_of(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: Training) -> Call:
+def local_call(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: TrainingSetup) -> LocalCall:
     """The call that a choice makes of an op."""
     inputs, outputs = signature.layouts(choice, mesh)
-    return Call(
+    return LocalCall(
         op=signature.op,
         flops=flops(signature) / work_parts(signature, choice, mesh),
         inputs=tuple(
-            tensor_of(signature, name, layout, mesh, training)
+            local_tensor(signature, name, layout, mesh, training)
             for name, layout in zip(signature.op.inputs, inputs, strict=True)
         ),
         outputs=tuple(
-            tensor_of(signature, name, layout, mesh, training)
+            local_tensor(signature, name, layout, mesh, training)
             for name, layout in zip(signature.op.outputs, outputs, strict=True)
         ),
         copies=copies(signature),
@@ -73,7 +73,7 @@ def copies(signature: Signature) -> bool:
 
     Fused attention writes its result turned already, so that the usual transpose and reshape after it are views.
     """
-    op, graph = signature.op, signature.facts.graph
+    op, graph = signature.op, signature.analysis.graph
     if not op.target.startswith("aten.reshape.") or len(graph.values[op.outputs[0]].shape) >= len(
         graph.values[op.inputs[0]].shape
     ):
@@ -85,10 +85,10 @@ def copies(signature: Signature) -> bool:
     return source is None or "attention" not in source.target
 
 
-def tensor_of(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: Training) -> Tensor:
-    graph = signature.facts.graph
+def local_tensor(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: TrainingSetup) -> LocalTensor:
+    graph = signature.analysis.graph
     value = graph.values[name]
-    return Tensor(
+    return LocalTensor(
         elements=local_elements(value.shape, layout, mesh),
         item=training.item(value),
         dtype=training.dtype(value),
@@ -99,11 +99,11 @@ def tensor_of(signature: Signature, name: str, layout: Layout, mesh: Mesh, train
 
 def local_elements(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> float:
     """How many elements the first device has, which has the most."""
-    found = float(math.prod(shape))
-    for cuts in layout.cuts:
-        for cut in cuts:
-            found *= cut.local(mesh.axis(cut.axis).size, 0) / cut.elements
-    return found
+    elements = float(math.prod(shape))
+    for shards in layout.shards:
+        for shard in shards:
+            elements *= shard.local(mesh.axis(shard.axis).size, 0) / shard.elements
+    return elements
 
 
 def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> float:
@@ -113,5 +113,5 @@ def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> f
         picked = choice.get(axis.name)
         if picked is not None and picked != FAN and not picked.startswith(ROWS):
             role = signature.role(picked)
-            parts *= role.size / share(role.size, axis.size, 0)[1]
+            parts *= role.size / chunk_bounds(role.size, axis.size, 0)[1]
     return parts

@@ -1,6 +1,6 @@
 """What an op needs while it runs, forward and backward, beside what goes in and comes out.
 
-For each input backward makes a gradient in one of three ways: it hands the incoming one on
+For each input backward makes a gradient in one of three ways: it passes the incoming one on
 (PASS: an add, a view), makes a tensor of the input's size (FRESH), or makes one that has no
 memory of its own (FREE: the gradient of a sum is one number, seen in a larger shape). Work
 is what an op allocates and lets go again before it is done, in bytes. Both are what the ops
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..rules import Signature
-from .call import Call, Tensor
-from .keeps import split_classes
-from .strides import VIEWS, kind_of
+from .call import LocalCall, LocalTensor
+from .saved_for_backward import split_classes
+from .strides import VIEWS, op_kind
 
 
-class Back(Enum):
+class GradientFlow(Enum):
     """How the gradient of an input is made."""
 
     NONE = 0
@@ -33,7 +33,7 @@ class Flow:
 
     forward: float
     backward: float
-    back: tuple[Back, ...]
+    back: tuple[GradientFlow, ...]
 
 
 ADDING = frozenset("add sub rsub".split())
@@ -57,11 +57,14 @@ WORK = {  # kind: (forward, backward), in sizes of the result
 }
 
 
-def flow(call: Call, signature: Signature) -> Flow:
+def flow(call: LocalCall, signature: Signature) -> Flow:
     """The work of a call, and the way of its gradients."""
-    kind = kind_of(call.op.target)
+    kind = op_kind(call.op.target)
     out = call.outputs[0].bytes if call.outputs else 0.0
-    back = tuple(_back(kind, held, call.outputs[0].elements) if held.gradient else Back.NONE for held in call.inputs)
+    back = tuple(
+        _back(kind, tensor, call.outputs[0].elements) if tensor.gradient else GradientFlow.NONE
+        for tensor in call.inputs
+    )
     forward, backward = (factor * out for factor in WORK.get(kind, (0.0, 0.0)))
     if kind == "cross_entropy_loss":
         logits = call.inputs[0].bytes
@@ -72,24 +75,24 @@ def flow(call: Call, signature: Signature) -> Flow:
     if kind == "scaled_dot_product_attention":
         forward, backward = _attention(call, signature)
     if kind in ("mul", "div", "where", "add", "sub", "rsub") and any(
-        held.gradient and held.elements < call.outputs[0].elements for held in call.inputs
+        tensor.gradient and tensor.elements < call.outputs[0].elements for tensor in call.inputs
     ):
         backward = max(backward, out)  # made at full size, then summed
     return Flow(forward, backward, back)
 
 
-def _back(kind: str, held: Tensor, size: float) -> Back:
+def _back(kind: str, tensor: LocalTensor, size: float) -> GradientFlow:
     if kind in HANDED_ON or kind in JOINING:
-        return Back.PASS
-    if kind in ADDING and held.elements == size:
-        return Back.PASS
-    return Back.FREE if kind == "sum" else Back.FRESH
+        return GradientFlow.PASS
+    if kind in ADDING and tensor.elements == size:
+        return GradientFlow.PASS
+    return GradientFlow.FREE if kind == "sum" else GradientFlow.FRESH
 
 
-def _attention(call: Call, signature: Signature) -> tuple[float, float]:
+def _attention(call: LocalCall, signature: Signature) -> tuple[float, float]:
     """The scores, where the fused kernel can't be used."""
-    shape = signature.facts.graph.values[call.op.inputs[0]].shape
-    keys = signature.facts.graph.values[call.op.inputs[1]].shape[-2]
+    shape = signature.analysis.graph.values[call.op.inputs[0]].shape
+    keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
     query = call.inputs[0]
     scores = query.bytes / max(shape[-1], 1) * keys
     if call.op.argument("dropout_p", 0.0):
@@ -100,38 +103,38 @@ def _attention(call: Call, signature: Signature) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
-    """A converter as memory sees it: whether each way gives a view, and its work in bytes."""
+class ReshardMemory:
+    """A reshard as memory sees it: whether each way gives a view, and its work in bytes."""
 
     shares: bool
     forward: float
-    back: Back
+    back: GradientFlow
     backward: float
 
 
-def converted(kind: str, whole: float, piece: float, simple: bool, first: bool, copies: bool) -> Converted:
-    """A converter between a whole of some bytes and a piece of it.
+def reshard_memory(kind: str, full: float, shard: float, simple: bool, first: bool, copies: bool) -> ReshardMemory:
+    """A reshard between a full tensor of some bytes and a shard of it.
 
-    simple    whether the piece is one run of the dim
-    first     whether the dim is the first one, so that pieces lie one after the other
-    copies    whether collectives work on a copy (see `Habits`)
+    simple    whether the shard is one run of the dim
+    first     whether the dim is the first one, so that shards lie one after the other
+    copies    whether collectives work on a copy (see `BackendTraits`)
     """
-    gather = whole if copies or not (simple and first) else 0.0  # pieces come stacked, and are put side by side
-    stack = (0.0 if simple and first else whole) + (whole if copies else 0.0)
-    take = Back.PASS if simple else Back.FRESH
+    gather = full if copies or not (simple and first) else 0.0  # shards come stacked, and are put side by side
+    stack = (0.0 if simple and first else full) + (full if copies else 0.0)
+    take = GradientFlow.PASS if simple else GradientFlow.FRESH
     table = {
-        "fan_in": Converted(False, 0.0, Back.PASS, 0.0),
-        "fan_out": Converted(True, 0.0, Back.FRESH, 0.0),
-        "fan_in_out": Converted(False, 0.0, Back.FRESH, 0.0),
-        "gather": Converted(False, gather, take, 0.0),
-        "gather_sum": Converted(False, gather, Back.FRESH, stack),
-        "take": Converted(simple, 0.0, Back.FRESH, gather),
-        "take_pad": Converted(simple, 0.0, Back.FRESH, 0.0),
-        "reduce_scatter": Converted(False, stack, Back.FRESH, gather),
-        "pad": Converted(False, 0.0, take, 0.0),
-        "exchange": Converted(False, 2 * piece, Back.FRESH, 2 * piece),
-        "on_first": Converted(True, 0.0, Back.PASS, 0.0),
-        "gradient_on_first": Converted(True, 0.0, Back.PASS, 0.0),
-        "reduce": Converted(False, 0.0, Back.NONE, 0.0),
+        "all_reduce": ReshardMemory(False, 0.0, GradientFlow.PASS, 0.0),
+        "replicate": ReshardMemory(True, 0.0, GradientFlow.FRESH, 0.0),
+        "all_reduce_to_r": ReshardMemory(False, 0.0, GradientFlow.FRESH, 0.0),
+        "all_gather": ReshardMemory(False, gather, take, 0.0),
+        "all_gather_to_r": ReshardMemory(False, gather, GradientFlow.FRESH, stack),
+        "shard": ReshardMemory(simple, 0.0, GradientFlow.FRESH, gather),
+        "shard_from_r": ReshardMemory(simple, 0.0, GradientFlow.FRESH, 0.0),
+        "reduce_scatter": ReshardMemory(False, stack, GradientFlow.FRESH, gather),
+        "zero_pad": ReshardMemory(False, 0.0, take, 0.0),
+        "all_to_all": ReshardMemory(False, 2 * shard, GradientFlow.FRESH, 2 * shard),
+        "partial": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
+        "invariant": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
+        "reduce": ReshardMemory(False, 0.0, GradientFlow.NONE, 0.0),
     }
     return table[kind]

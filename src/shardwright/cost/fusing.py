@@ -1,13 +1,13 @@
 """What lowering makes of steps that stand next to each other: fewer of them, and fewer tensors.
 
-The same as `lower/passes.py`, as far as memory goes: biases folded into their products, sums in
+The same as `lower/passes.py`, as far as memory goes: biases folded into their matmuls, sums in
 place, and products joined with the converter before them.
 """
 
 from __future__ import annotations
 
-from .flow import Back
-from .rank import Local, RankProgram, Step
+from .flow import GradientFlow
+from .rank_program import RankProgram, RankStep, RankTensor
 
 PRODUCTS = frozenset("linear mm conv1d conv2d conv3d convolution".split())
 SUMMED_IN_PLACE = frozenset("linear mm addmm bmm matmul embedding".split())
@@ -21,36 +21,36 @@ def fuse(program: RankProgram) -> RankProgram:
     return program
 
 
-def _readers(program: RankProgram) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
+def _readers(program: RankProgram) -> dict[int, list[RankStep]]:
+    readers: dict[int, list[RankStep]] = {}
     for step in program.steps:
         for number in dict.fromkeys(step.inputs):
-            found.setdefault(number, []).append(step)
+            readers.setdefault(number, []).append(step)
     for number in program.outputs:
-        found.setdefault(number, []).append(_OUTSIDE)
-    return found
+        readers.setdefault(number, []).append(_OUTSIDE)
+    return readers
 
 
-_OUTSIDE = Step("", "", [], [], [], [])
+_OUTSIDE = RankStep("", "", [], [], [], [])
 
 
 def _fold_biases(program: RankProgram) -> None:
-    """A product and the bias added right after it are one call."""
+    """A matmul and the bias added right after it are one call."""
     readers = _readers(program)
-    made = {number: step for step in program.steps for number in step.outputs}
+    producer = {number: step for step in program.steps for number in step.outputs}
     gone: set[int] = set()
     for step in program.steps:
         if step.kind != "add" or len(step.inputs) != 2:
             continue
-        product = made.get(step.inputs[0])
+        product = producer.get(step.inputs[0])
         bias = program.tensors[step.inputs[1]]
-        view = made.get(step.inputs[1])
-        held = bias.parameter is not None or (
+        view = producer.get(step.inputs[1])
+        persistent = bias.parameter is not None or (
             view is not None
             and (view.shares or view.kind == "_to_copy")
             and program.tensors[view.inputs[0]].parameter is not None
         )
-        if product is None or product.kind not in PRODUCTS or not held or product.region != step.region:
+        if product is None or product.kind not in PRODUCTS or not persistent or product.region != step.region:
             continue
         if readers[step.inputs[0]] != [step] or len(product.inputs) != 2:
             continue
@@ -62,23 +62,23 @@ def _fold_biases(program: RankProgram) -> None:
 
 
 def _sum_in_place(program: RankProgram) -> None:
-    """A partial sum that only its converter reads is summed where it stands."""
+    """A pending sum that only its reshard reads is reduced in place."""
     readers = _readers(program)
-    made = {number: step for step in program.steps for number in step.outputs}
+    producer = {number: step for step in program.steps for number in step.outputs}
     for step in program.steps:
-        maker = made.get(step.inputs[0]) if step.inputs else None
-        if step.kind == "fan_in" and maker is not None and maker.kind in SUMMED_IN_PLACE:
+        maker = producer.get(step.inputs[0]) if step.inputs else None
+        if step.kind == "all_reduce" and maker is not None and maker.kind in SUMMED_IN_PLACE:
             step.shares = readers[step.inputs[0]] == [step]
 
 
 def _join_products(program: RankProgram) -> None:
-    """A value whose gradient is to be summed, and the products that alone read it, are one call."""
+    """A value whose gradient is to be summed, and the matmuls that alone read it, are one call."""
     readers = _readers(program)
-    joined: dict[int, Step] = {}
+    joined: dict[int, RankStep] = {}
     gone: set[int] = set()
     tensors = program.tensors
     for step in program.steps:
-        if step.kind not in ("fan_out", "gather_sum") or not step.gradient:
+        if step.kind not in ("replicate", "all_gather_to_r") or not step.gradient:
             continue
         layers = readers.get(step.outputs[0], [])
         if not layers or any(not _is_layer(layer, step.outputs[0], tensors) for layer in layers):
@@ -88,16 +88,16 @@ def _join_products(program: RankProgram) -> None:
         large = tensors[step.outputs[0]].bytes
         weights = [number for layer in layers for number in layer.inputs[1:]]
         back = [how for layer in layers for how in layer.back[1:]]
-        gathers = step.kind == "gather_sum"
-        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is Back.FRESH)
+        gathers = step.kind == "all_gather_to_r"
+        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is GradientFlow.FRESH)
         whole_bytes = max(large + step.backward_work - of_weights, large) if gathers else 0.0
-        joined[id(layers[0])] = Step(
+        joined[id(layers[0])] = RankStep(
             name=layers[0].name,
             kind="linear",
             inputs=[step.inputs[0], *weights],
             outputs=[number for layer in layers for number in layer.outputs],
-            back=[Back.FRESH, *back],
-            kept=[*([] if gathers else [step.inputs[0]]), *weights],
+            back=[GradientFlow.FRESH, *back],
+            saved=[*([] if gathers else [step.inputs[0]]), *weights],
             extra=large if gathers else 0.0,
             work=step.work if gathers else 0.0,
             backward_work=whole_bytes,
@@ -108,7 +108,7 @@ def _join_products(program: RankProgram) -> None:
     program.steps = [joined.get(id(step), step) for step in program.steps if id(step) not in gone]
 
 
-def _is_layer(step: Step, x: int, tensors: list[Local]) -> bool:
+def _is_layer(step: RankStep, x: int, tensors: list[RankTensor]) -> bool:
     if step.kind != "linear" or not step.gradient or step.inputs[0] != x:
         return False
     return all(tensors[number].parameter is not None for number in step.inputs[1:])

@@ -7,13 +7,13 @@ return x                  at most until the method of the layer returns
 
 from __future__ import annotations
 
-from .rank import RankProgram
+from .rank_program import RankProgram
 
 
 def deaths(program: RankProgram) -> list[list[int]]:
     """For each step the tensors that are let go after it. What leaves the program is not among them."""
     last = _last_uses(program)
-    found: list[list[int]] = [[] for _ in program.steps]
+    dying: list[list[int]] = [[] for _ in program.steps]
     outer: dict[str, int] = {}  # name -> tensor, in `forward`
     inner: dict[str, int] = {}  # in the method of a layer
     scope, begin = "", 0
@@ -23,18 +23,18 @@ def deaths(program: RankProgram) -> list[list[int]]:
         while word in names and last[names[word]] > at:
             word, tries = f"{program.tensors[number].word}_{tries}", tries + 1
         if word in names:
-            found[at].append(names[word])
+            dying[at].append(names[word])
         names[word] = number
 
     def leave(at: int) -> None:
         """A method returns: its names go, and those of what it read last are bound to what it returns."""
         for word in [word for word, number in outer.items() if begin <= last[number] <= at]:
-            found[at].append(outer.pop(word))
+            dying[at].append(outer.pop(word))
         for number in inner.values():
             if last[number] > at:
                 bind(outer, number, at)
             else:
-                found[at].append(number)
+                dying[at].append(number)
         inner.clear()
 
     for at, step in enumerate(program.steps):
@@ -46,14 +46,14 @@ def deaths(program: RankProgram) -> list[list[int]]:
             if program.tensors[number].fixed:
                 continue
             if last[number] == at:  # nobody reads it
-                found[at].append(number)
+                dying[at].append(number)
             else:
                 bind(inner if scope else outer, number, at)
     end = len(program.steps) - 1
     for number in (*outer.values(), *inner.values()):
         if last[number] <= end:
-            found[end].append(number)
-    return found
+            dying[end].append(number)
+    return dying
 
 
 def _last_uses(program: RankProgram) -> dict[int, int]:

@@ -1,11 +1,11 @@
-"""The memory of a rank that runs segments of a pipeline, microbatch by microbatch.
+"""The memory of a rank that runs stages of a pipeline, microbatch by microbatch.
 
-One microbatch of a segment is a walk through its steps (`peak.Timeline`). A rank has, at its worst moment:
+One microbatch of a stage is a memory simulation of its steps (`MemoryTimeline`). A rank has, at its peak:
 
-    parameters, states     those of its segments
+    parameters, states     those of its stages
     gradients              a copy aside, to which microbatches add, and the buckets in which devices sum them
-    activations            what autograd keeps of each microbatch in flight, and what was received for it
-    one microbatch         what comes and goes while it runs; a receive buffer is filled meanwhile
+    activations            what is saved for backward of each microbatch in flight, and what was received for it
+    one microbatch         transient memory while it runs; a receive buffer is filled meanwhile
     inputs                 the whole batch, on every rank
 
 After the schedule the activations are gone, and what is aside is summed, or becomes .grad.
@@ -18,34 +18,34 @@ from dataclasses import dataclass, replace
 
 from ..layout import Layout, Mesh
 from ..rules import Analysis
-from ..schedule import Kept, Schedule, in_flight
+from ..schedule import MicrobatchMemory, Schedule, in_flight
 from .fusing import fuse
 from .heap import ACTIVATION
-from .peak import Memory, Timeline
-from .rank import Choices, Held, Storage, steps_of
-from .training import Habits, Training
+from .memory_timeline import MemoryPeak, MemoryTimeline
+from .rank_program import Choices, ParameterMemory, Storage, steps_of
+from .training import BackendTraits, TrainingSetup
 
-NOTHING = Kept(0.0, 0.0)
+NOTHING = MicrobatchMemory(0.0, 0.0)
 
 TIED = 2.0
 """Copies of the gradient of a parameter that ranks of several stages hold: what is sent, and what is received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
-    """What a segment needs on a rank, in bytes.
+class StageMemory:
+    """What a stage needs on a rank, in bytes.
 
-    held        its parameters, as the rank holds them
-    kept        of a microbatch, from its forward to its backward
-    received    of a microbatch, the values that came from other segments
+    parameters  as the rank stores them
+    saved       of a microbatch, from its forward to its backward
+    received    of a microbatch, the values that came from other stages
     queued      of a microbatch, from its backward until the gradients of parameters are made
-    over        what comes and goes while a microbatch runs, beside what it keeps
+    over        transient memory while a microbatch runs, beside what it saves
     update      what the update needs beside all that stays
     """
 
-    held: tuple[Held, ...]
+    parameters: tuple[ParameterMemory, ...]
     inputs: float
-    kept: float
+    saved: float
     received: float
     queued: float
     over: float
@@ -53,76 +53,86 @@ class Walked:
     at: tuple[str, str]
 
 
-def walk_segment(
-    facts: Analysis,
+def simulate_stage_memory(
+    analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
     storage: Storage,
-    training: Training,
+    training: TrainingSetup,
     recompute: Sequence[str],
     borders: Mapping[str, Layout],
     *,
     time: str,
-    habits: Habits,
+    traits: BackendTraits,
     queued: float = 0.0,
-) -> Walked:
-    """One microbatch of a segment.
+) -> StageMemory:
+    """One microbatch of a stage.
 
     mesh       with the axis in time
     time       the name of that axis
     borders    how values lie that cross
     """
-    program = fuse(steps_of(facts, mesh, choices, storage, training, recompute, habits, borders))
-    held = [replace(one, level=1) if one.level == 2 else one for one in program.held]
-    program.held[:] = [replace(one, sums=(time,)) if one.level < 3 and one.trainable else one for one in held]
-    line = Timeline(program, training, habits)
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders))
+    parameters = [
+        replace(parameter, level=1) if parameter.level == 2 else parameter for parameter in program.parameters
+    ]
+    program.parameters[:] = [
+        replace(parameter, sums=(time,)) if parameter.level < 3 and parameter.trainable else parameter
+        for parameter in parameters
+    ]
+    line = MemoryTimeline(program, training, traits)
     heap = line.heap
     start = heap.total
     line.forward()
-    kept = heap.now[ACTIVATION]
+    saved = heap.now[ACTIVATION]
     line.backward()
     at = heap.where
     line.update()
-    received = sum(program.tensors[number].bytes for number in _received(facts, borders))
-    return Walked(
-        held=tuple(replace(one, sums=tuple(axis for axis in one.sums if axis != time)) for one in held),
+    received = sum(program.tensors[number].bytes for number in _received(analysis, borders))
+    return StageMemory(
+        parameters=tuple(
+            replace(parameter, sums=tuple(axis for axis in parameter.sums if axis != time)) for parameter in parameters
+        ),
         inputs=program.inputs + program.constants,
-        kept=kept,
+        saved=saved,
         received=received,
-        queued=min(queued, kept),
-        over=max(heap.peaks["forward"], heap.peaks["backward"]) - start - kept,
+        queued=min(queued, saved),
+        over=max(heap.peaks["forward"], heap.peaks["backward"]) - start - saved,
         update=max(0.0, heap.peaks["update"] - start),
         at=at,
     )
 
 
-def _received(facts: Analysis, borders: Mapping[str, Layout]) -> list[int]:
+def _received(analysis: Analysis, borders: Mapping[str, Layout]) -> list[int]:
     """The first tensors of a program are its inputs, in order."""
-    names = [held.value for held in facts.graph.inputs]
+    names = [item.value for item in analysis.graph.inputs]
     return [number for number, name in enumerate(names) if name in borders]
 
 
-def rank_memory(schedule: Schedule, device: int, walked: Sequence[Walked], training: Training) -> Memory:
-    """The peak of a device under a schedule, given what all segments need."""
+def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], training: TrainingSetup) -> MemoryPeak:
+    """The peak of a device under a schedule, given what all stages need."""
     own = [number for number, devices in enumerate(schedule.holders) if device in devices]
     segments = [walked[number] for number in own]
-    sizes = [Kept(one.kept + one.received, one.queued) if at in own else NOTHING for at, one in enumerate(walked)]
+    sizes = [
+        MicrobatchMemory(item.saved + item.received, item.queued) if at in own else NOTHING
+        for at, item in enumerate(walked)
+    ]
     flying = in_flight(schedule, sizes)[device]
-    held = {one.key: one for segment in segments for one in segment.held}  # what two segments share is there once
-    elsewhere = {one.key for at, segment in enumerate(walked) if at not in own for one in segment.held}
-    trained = [one for one in held.values() if one.trainable]
-    aside = sum((one.bytes if one.level < 3 else one.share) * one.wider for one in trained)
-    summed = sum(one.bytes for one in trained if one.sums and one.level < 3)
-    summed += TIED * sum(one.bytes for one in trained if one.key in elsewhere)
-    parameters = sum(one.kept for one in held.values())
-    optimizer = sum(one.states for one in trained)
-    most = max(segments, key=lambda one: one.over)
-    inputs, received = (max(getattr(one, kind) for one in segments) for kind in ("inputs", "received"))
+    by_key = {item.key: item for segment in segments for item in segment.parameters}  # tied parameters count once
+    elsewhere = {item.key for at, segment in enumerate(walked) if at not in own for item in segment.parameters}
+    trained = [item for item in by_key.values() if item.trainable]
+    aside = sum((item.bytes if item.level < 3 else item.share) * item.wider for item in trained)
+    summed = sum(item.bytes for item in trained if item.sums and item.level < 3)
+    summed += TIED * sum(item.bytes for item in trained if item.key in elsewhere)
+    parameters = sum(item.stored for item in by_key.values())
+    optimizer = sum(item.states for item in trained)
+    most = max(segments, key=lambda item: item.over)
+    inputs, received = (max(getattr(item, kind) for item in segments) for kind in ("inputs", "received"))
     base = parameters + optimizer + inputs + aside + summed
     running = base + flying + most.over + received
-    update = base + max(one.update for one in segments)
+    update = base + max(item.update for item in segments)
     during = running >= update
-    return Memory(
+    return MemoryPeak(
         parameters=parameters,
         gradients=aside + summed,
         optimizer=optimizer,

@@ -1,14 +1,14 @@
-"""What a step uses up, as a row of numbers that add up over ops, conversions and parameters.
+"""What a step uses up, as a row of numbers that add up over ops, reshards and parameters.
 
     COMPUTE    seconds of kernels, forward and backward
-    SEND       seconds of communication that the next op waits for
-    BESIDE     seconds of communication that can run beside kernels: ZeRO's gathers, the sync of gradients
-    UPDATE     seconds after backward: the optimizer, and gathers of what it has changed
+    SEND       seconds of blocking communication
+    BESIDE     seconds of overlapped communication: ZeRO's all_gathers, the sync of gradients
+    UPDATE     seconds after backward: the optimizer, and all_gathers of what it has changed
     STORED     bytes that are there all the time: parameters, gradients, the optimizer's state
-    KEPT       bytes that are kept from forward to backward
+    KEPT       bytes that are saved for backward
 
 The time of a step is not a sum but a maximum of sums, because communication hides behind kernels. With an overlap of
-w (1: perfect, 0: none), C seconds of kernels and G seconds beside them take C + G - w min(C, G), which is
+w (1: perfect, 0: none), C seconds of kernels and G of overlapped communication take C + G - w min(C, G), which is
 
     max(C + (1 - w) G, G + (1 - w) C).
 """
@@ -40,23 +40,23 @@ COUNT = len(Resource)
 
 def row(**amounts: float) -> Row:
     """A row of resources, by their names in small letters."""
-    found = np.zeros(COUNT)
+    weights = np.zeros(COUNT)
     for name, amount in amounts.items():
-        found[Resource[name.upper()]] = amount
-    return found
+        weights[Resource[name.upper()]] = amount
+    return weights
 
 
 def phases(overlap: float, accumulate: int = 1) -> tuple[tuple[Row, ...], ...]:
     """The time of a step: a sum over phases of the largest of their forms (see the top of the file)."""
     rest = 1.0 - overlap
-    found = []
+    rows = []
     for kind in ("forward", "backward"):
         names = {part: f"{part}_{kind}" for part in ("compute", "send", "beside")}
         hidden = {names["compute"]: 1.0, names["send"]: 1.0, names["beside"]: rest}
         shown = {names["compute"]: rest, names["send"]: 1.0, names["beside"]: 1.0}
         forms = (row(**hidden), row(**shown)) if overlap else (row(**hidden),)
-        found.append(tuple(accumulate * form for form in forms))
-    return (*found, (row(update=1.0),))
+        rows.append(tuple(accumulate * form for form in forms))
+    return (*rows, (row(update=1.0),))
 
 
 def seconds(used: Row, forms: tuple[tuple[Row, ...], ...]) -> float:

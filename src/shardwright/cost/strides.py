@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset(
 """Ops whose result lies in memory in the order of what they read."""
 
 
-def kind_of(target: str) -> str:
+def op_kind(target: str) -> str:
     """The name of an op without its room and overload: "linear" for "aten.linear.default"."""
     room, _, rest = target.partition(".")
     return rest.partition(".")[0] if room == "aten" else target
@@ -50,7 +50,7 @@ class Strides:
         return self._flat[value]
 
 
-def shares(op: Op, strides: Strides) -> bool:
+def is_view(op: Op, strides: Strides) -> bool:
     """Whether the results of an op are views on its first input."""
     return op.name in strides.views
 
@@ -67,26 +67,26 @@ def strides_of(graph: Graph) -> Strides:
 
 
 def _worked_out(graph: Graph) -> Strides:
-    found: dict[str, Sizes] = {}
+    strides: dict[str, Sizes] = {}
     views: set[str] = set()
-    made_here = {name for op in graph.ops for name in op.outputs}
+    produced = {name for op in graph.ops for name in op.outputs}
     for name, value in graph.values.items():
-        if name not in made_here:
-            found[name] = contiguous(value.shape)
+        if name not in produced:
+            strides[name] = contiguous(value.shape)
     for op in graph.ops:
-        kind = kind_of(op.target)
+        kind = op_kind(op.target)
         if kind in VIEWS and op.inputs:
-            shape, held = graph.values[op.inputs[0]].shape, found[op.inputs[0]]
-            made = [_view(kind, op, shape, held, graph.values[name].shape) for name in op.outputs]
-            if None not in made:
+            shape, stride = graph.values[op.inputs[0]].shape, strides[op.inputs[0]]
+            results = [_view(kind, op, shape, stride, graph.values[name].shape) for name in op.outputs]
+            if None not in results:
                 views.add(op.name)
         elif kind in ELEMENTWISE:
-            made = [_like(graph, op, found, graph.values[name].shape) for name in op.outputs]
+            results = [_like(graph, op, strides, graph.values[name].shape) for name in op.outputs]
         else:
-            made = [None for _ in op.outputs]
-        for name, strides in zip(op.outputs, made, strict=True):
-            found[name] = contiguous(graph.values[name].shape) if strides is None else strides
-    return Strides(found, frozenset(views))
+            results = [None for _ in op.outputs]
+        for name, result in zip(op.outputs, results, strict=True):
+            strides[name] = contiguous(graph.values[name].shape) if result is None else result
+    return Strides(strides, frozenset(views))
 
 
 def contiguous(shape: Sequence[int]) -> Sizes:
@@ -103,11 +103,11 @@ def _like(graph: Graph, op: Op, known: dict[str, Sizes], shape: Sizes) -> Sizes 
         strides = known[name]
         if graph.values[name].shape == shape and 0 not in strides:
             order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
-            made, step = [0] * len(shape), 1
+            result, step = [0] * len(shape), 1
             for dim in reversed(order):
-                made[dim] = step
+                result[dim] = step
                 step *= max(shape[dim], 1)
-            return tuple(made)
+            return tuple(result)
     return None
 
 
@@ -119,9 +119,9 @@ def _view(kind: str, op: Op, shape: Sizes, strides: Sizes, after: Sizes) -> Size
     if kind == "contiguous":
         return strides if strides == contiguous(shape) else None
     if kind in ("transpose", "swapaxes", "t") and len(shape) > 1:
-        one, other = (0, 1) if kind == "t" else (op.argument("dim0", 0) % rank, op.argument("dim1", 1) % rank)
+        first, second = (0, 1) if kind == "t" else (op.argument("dim0", 0) % rank, op.argument("dim1", 1) % rank)
         swapped = list(strides)
-        swapped[one], swapped[other] = swapped[other], swapped[one]
+        swapped[first], swapped[second] = swapped[second], swapped[first]
         return tuple(swapped)
     if kind == "permute":
         return tuple(strides[dim % rank] for dim in op.argument("dims"))
@@ -130,8 +130,8 @@ def _view(kind: str, op: Op, shape: Sizes, strides: Sizes, after: Sizes) -> Size
         inner = strides[at] * shape[at] if at < len(shape) else 1
         return (*strides[:at], inner, *strides[at:])
     if kind == "squeeze":
-        kept = [at for at, size in enumerate(shape) if size != 1]
-        return tuple(strides[at] for at in kept) if len(kept) == len(after) else contiguous(after)
+        remaining = [at for at, size in enumerate(shape) if size != 1]
+        return tuple(strides[at] for at in remaining) if len(remaining) == len(after) else contiguous(after)
     if kind in ("expand", "expand_as", "broadcast_to"):
         lead = len(after) - len(shape)
         return tuple(
@@ -150,14 +150,14 @@ def viewed(shape: Sizes, strides: Sizes, after: Sizes) -> Sizes | None:
     """The strides of a tensor seen in another shape, if that needs no copy (torch's `computeStride`)."""
     if 0 in shape:
         return contiguous(after)
-    made = [0] * len(after)
+    result = [0] * len(after)
     at = len(after) - 1
     base, count, run = (strides[-1] if strides else 1), 1, 1
     for dim in range(len(shape) - 1, -1, -1):
         count *= shape[dim]
         if dim == 0 or (shape[dim - 1] != 1 and strides[dim - 1] != count * base):
             while at >= 0 and (run < count or after[at] == 1):
-                made[at] = run * base
+                result[at] = run * base
                 run *= after[at]
                 at -= 1
             if run != count:
@@ -166,4 +166,4 @@ def viewed(shape: Sizes, strides: Sizes, after: Sizes) -> Sizes | None:
                 base, count, run = strides[dim - 1], 1, 1
     if not shape:
         return contiguous(after)
-    return tuple(made) if at == -1 else None
+    return tuple(result) if at == -1 else None

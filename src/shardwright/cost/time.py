@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
-from ..rules.kept import OPAQUE
-from .call import Call, Tensor
+from ..rules.user_calls import OPAQUE
+from .call import LocalCall, LocalTensor
 from .work import PRODUCTS
 
 
@@ -38,7 +38,7 @@ class Passes:
     """How often an op goes over its tensors in memory.
 
     inputs, outputs    forward, over the bytes of all inputs and of all outputs
-    results, given     backward, over the bytes of the outputs (their gradients are read, saved results are read) and
+    results, gradients backward, over the bytes of the outputs (their gradients are read, saved results are read) and
                        over those of the inputs that have a gradient (saved ones are read, gradients are written)
     kernels            of the backward pass, if there are several
     """
@@ -46,7 +46,7 @@ class Passes:
     inputs: float = 1
     outputs: float = 1
     results: float = 1
-    given: float = 2
+    gradients: float = 2
     kernels: int = 1
 
 
@@ -54,25 +54,27 @@ POINTWISE = Passes()
 PASSES: dict[str, Passes] = {}
 
 
-def _passes(names: str, held: Passes) -> None:
-    PASSES.update(dict.fromkeys(names.split(), held))
+def _passes(names: str, passes: Passes) -> None:
+    PASSES.update(dict.fromkeys(names.split(), passes))
 
 
 # a gradient that goes on as it is: no kernel; what was stretched is summed (see `_pointwise`)
-_passes("add sub rsub clone contiguous lift_fresh_copy", Passes(results=0, given=0))
+_passes("add sub rsub clone contiguous lift_fresh_copy", Passes(results=0, gradients=0))
 # only the gradient is read, nothing was saved
-_passes("neg to _to_copy type_as flip roll cumsum constant_pad_nd pad repeat tile repeat_interleave", Passes(given=1))
-_passes("where masked_fill", Passes(results=1.5, given=1))  # and a mask of 1 byte
+_passes(
+    "neg to _to_copy type_as flip roll cumsum constant_pad_nd pad repeat tile repeat_interleave", Passes(gradients=1)
+)
+_passes("where masked_fill", Passes(results=1.5, gradients=1))  # and a mask of 1 byte
 # one kernel reads dy and x and writes dx, a second reads both again for the weights
-_passes("layer_norm native_layer_norm rms_norm _fused_rms_norm", Passes(results=2, given=3, kernels=2))
+_passes("layer_norm native_layer_norm rms_norm _fused_rms_norm", Passes(results=2, gradients=3, kernels=2))
 # statistics first, then the values: x is read twice, and dy and x are read twice
 _passes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit group_norm instance_norm",
-        Passes(inputs=2, results=2, given=3, kernels=2))  # fmt: skip
-_passes("sum mean nansum", Passes(results=1, given=1))
-_passes("var std var_mean std_mean logsumexp linalg_vector_norm norm", Passes(inputs=1, given=2))
-_passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, given=1))  # digits one after the other
-_passes("nll_loss nll_loss_nd", Passes(inputs=0, given=1))  # one score a row is read, zeros are written for all
-_passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, given=1))  # the mask too
+        Passes(inputs=2, results=2, gradients=3, kernels=2))  # fmt: skip
+_passes("sum mean nansum", Passes(results=1, gradients=1))
+_passes("var std var_mean std_mean logsumexp linalg_vector_norm norm", Passes(inputs=1, gradients=2))
+_passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, gradients=1))  # digits one after the other
+_passes("nll_loss nll_loss_nd", Passes(inputs=0, gradients=1))  # one score a row is read, zeros are written for all
+_passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, gradients=1))  # the mask too
 
 FUNCTIONS = frozenset(
     """gelu silu mish elu selu celu softplus tanh sigmoid log_sigmoid exp exp2 expm1 log log2 log10 log1p sin cos tan
@@ -92,7 +94,7 @@ VIEWS = frozenset(
 PARTS = frozenset("split split_with_sizes chunk tensor_split unbind slice select narrow unfold".split())
 LOOKUPS = frozenset("embedding embedding_bag index index_select gather take take_along_dim".split())
 JOINED = frozenset("cat concat concatenate stack hstack vstack".split())
-MADE = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
+CREATED = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
 
 LARGE = 1e9
 """The side of a product that nothing is known of."""
@@ -107,7 +109,7 @@ MASKED = 1.6
 """With a mask there is no flash attention; the kernel that takes one is slower by this."""
 
 
-def op_time(call: Call, device: Device) -> OpTime:
+def op_time(call: LocalCall, device: Device) -> OpTime:
     """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
     kind, is_product = _known(call.op.target)
     special = _SPECIAL.get(kind)
@@ -131,13 +133,13 @@ def _known(target: str) -> tuple[str, bool | None]:
     return kind, any(word in kind for word in PRODUCTS) if target.startswith("aten.") else None
 
 
-def _does_much(call: Call) -> bool:
+def _does_much(call: LocalCall) -> bool:
     """An own op, experts or an opaque submodule that has more arithmetic than elements."""
-    return call.flops > 2 * sum(held.elements for held in call.outputs)
+    return call.flops > 2 * sum(tensor.elements for tensor in call.outputs)
 
 
-def _bytes(call: Call) -> float:
-    return sum(held.bytes for held in call.inputs) + sum(held.bytes for held in call.outputs)
+def _bytes(call: LocalCall) -> float:
+    return sum(tensor.bytes for tensor in call.inputs) + sum(tensor.bytes for tensor in call.outputs)
 
 
 def _moved(bytes: float, device: Device, kernels: int = 1, kind: Kind = "pointwise") -> float:
@@ -148,16 +150,16 @@ def _moved(bytes: float, device: Device, kernels: int = 1, kind: Kind = "pointwi
 # -- products
 
 
-def _product(call: Call, device: Device) -> OpTime:
+def _product(call: LocalCall, device: Device) -> OpTime:
     kind: Kind = "convolution" if "conv" in call.op.target else "matmul"
     forward = _product_time(call, device, kind, call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
-    wanted = sum(held.gradient for held in _operands(call)) if call.op.target != OPAQUE else 2
+    wanted = sum(tensor.gradient for tensor in _operands(call)) if call.op.target != OPAQUE else 2
     return OpTime(forward, wanted * forward)
 
 
-def _operands(call: Call) -> tuple[Tensor, ...]:
+def _operands(call: LocalCall) -> tuple[LocalTensor, ...]:
     """What is multiplied: not what is added to it."""
     kind, _ = _known(call.op.target)
     if kind == "einsum":
@@ -165,8 +167,8 @@ def _operands(call: Call) -> tuple[Tensor, ...]:
     return call.inputs[1:3] if kind in ("addmm", "baddbmm", "addbmm", "addmv") else call.inputs[:2]
 
 
-def _product_time(call: Call, device: Device, kind: Kind, flops: float) -> float:
-    dtype = next((held.dtype for held in call.inputs if _floating(held.dtype)), "float32")
+def _product_time(call: LocalCall, device: Device, kind: Kind, flops: float) -> float:
+    dtype = next((tensor.dtype for tensor in call.inputs if _floating(tensor.dtype)), "float32")
     return device.op_time(flops, _bytes(call), kind, units(device, dtype))
 
 
@@ -176,7 +178,7 @@ def units(device: Device, dtype: str) -> str:
     if dtype in known:
         return dtype
     if dtype.startswith("float8"):
-        return next(held for held in ("float8", "bfloat16", "float32", *known) if held in known)
+        return next(name for name in ("float8", "bfloat16", "float32", *known) if name in known)
     if dtype in ("complex128",) and "float64" in known:
         return "float64"
     return "float32" if "float32" in known else next(iter(known))
@@ -186,7 +188,7 @@ def _floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _smallest_side(call: Call) -> float:
+def _smallest_side(call: LocalCall) -> float:
     """Of a product of b matrices m x k and k x n the smallest of m, n and k.
 
     With A = b m k, B = b k n and C = b m n elements and F = 2 b m n k flops, b = A B C / (F / 2)^2, and the
@@ -202,7 +204,7 @@ def _smallest_side(call: Call) -> float:
     return math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
 
 
-def _attention(call: Call, device: Device) -> OpTime:
+def _attention(call: LocalCall, device: Device) -> OpTime:
     """Fused. A causal one skips the blocks above the diagonal."""
     flops, extra = call.flops, 1.0
     if call.op.argument("is_causal"):
@@ -217,83 +219,83 @@ def _attention(call: Call, device: Device) -> OpTime:
 # -- what goes over memory
 
 
-def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
-    made = sum(held.bytes for held in call.outputs)
+def _pointwise(call: LocalCall, device: Device, passes: Passes) -> OpTime:
+    written = sum(tensor.bytes for tensor in call.outputs)
     is_bias = call.op.name.endswith("/ bias")  # folded into the product before it
-    forward = 0.0 if is_bias else passes.inputs * sum(held.bytes for held in call.inputs) + passes.outputs * made
+    forward = 0.0 if is_bias else passes.inputs * sum(tensor.bytes for tensor in call.inputs) + passes.outputs * written
     name = _known(call.op.target)[0]
     kind: Kind = "function" if name in FUNCTIONS else "pointwise"
     first: Kind = "pooling" if name in POOLS else kind
     if not call.gradient:
         return OpTime(_moved(forward, device, 1, first), 0.0)
     backward = 0.0
-    wanted = [held for held in call.inputs if held.gradient]
-    for held in wanted:
-        if held.bytes < made and len(call.inputs) > 1 and held.elements < call.outputs[0].elements / 2:
+    wanted = [tensor for tensor in call.inputs if tensor.gradient]
+    for tensor in wanted:
+        if tensor.bytes < written and len(call.inputs) > 1 and tensor.elements < call.outputs[0].elements / 2:
             # a stretched input: its gradient at full size, unless it is the result's own, and then the sum
-            backward += made * (1.0 if passes.results == 0 else passes.results + passes.given + 1.0)
+            backward += written * (1.0 if passes.results == 0 else passes.results + passes.gradients + 1.0)
         else:
-            backward += passes.results * made + passes.given * held.bytes
+            backward += passes.results * written + passes.gradients * tensor.bytes
     kernels = max(passes.kernels, len(wanted))
     if passes.kernels > 1 and wanted:  # norms: their passes are said for all their inputs together
-        largest = max(held.bytes for held in wanted)
-        backward = passes.results * made + passes.given * largest
+        largest = max(tensor.bytes for tensor in wanted)
+        backward = passes.results * written + passes.gradients * largest
     return OpTime(_moved(forward, device, 1, first), _moved(backward, device, kernels, kind))
 
 
-def _view(call: Call, device: Device) -> OpTime:
+def _view(call: LocalCall, device: Device) -> OpTime:
     """Free. Only a reshape that can't be a view copies, and what was stretched is summed backward."""
     forward = _moved(_bytes(call), device) if call.copies else 0.0
     stretched = call.gradient and call.inputs and call.inputs[0].elements < 0.6 * call.outputs[0].elements
     return OpTime(forward, _moved(_bytes(call), device) if stretched else 0.0)
 
 
-def _part(call: Call, device: Device) -> OpTime:
+def _part(call: LocalCall, device: Device) -> OpTime:
     """Parts of a tensor are views. Backward puts their gradients together, a single part among zeros."""
     if not call.gradient or not call.inputs:
         return FREE
-    parts = sum(held.bytes for held in call.outputs)
-    whole = call.inputs[0].bytes
-    zeros = whole if len(call.outputs) == 1 and parts < whole else 0.0
+    parts = sum(tensor.bytes for tensor in call.outputs)
+    full = call.inputs[0].bytes
+    zeros = full if len(call.outputs) == 1 and parts < full else 0.0
     return OpTime(0.0, _moved(zeros + 2.0 * parts, device))
 
 
-def _joined(call: Call, device: Device) -> OpTime:
+def _joined(call: LocalCall, device: Device) -> OpTime:
     """Tensors put together. Backward the parts of the gradient are views."""
     return OpTime(_moved(_bytes(call), device), 0.0)
 
 
-def _lookup(call: Call, device: Device) -> OpTime:
+def _lookup(call: LocalCall, device: Device) -> OpTime:
     """Rows are read where they are wanted. Backward fills the whole table's gradient with zeros and adds rows to it.
 
     On CUDA the ids are sorted first, so that rows are added in one order.
     """
-    rows = sum(held.bytes for held in call.outputs)
-    ids = sum(held.bytes for held in call.inputs if not _floating(held.dtype))
-    forward = _moved(2.0 * rows + ids, device)
+    read = sum(tensor.bytes for tensor in call.outputs)
+    ids = sum(tensor.bytes for tensor in call.inputs if not _floating(tensor.dtype))
+    forward = _moved(2.0 * read + ids, device)
     if not call.gradient:
         return OpTime(forward, 0.0)
-    table = max((held.bytes for held in call.inputs if held.gradient), default=0.0)
-    return OpTime(forward, _moved(table, device) + _moved(8.0 * ids, device) + _moved(3.0 * rows, device))
+    table = max((tensor.bytes for tensor in call.inputs if tensor.gradient), default=0.0)
+    return OpTime(forward, _moved(table, device) + _moved(8.0 * ids, device) + _moved(3.0 * read, device))
 
 
-def _cross_entropy(call: Call, device: Device) -> OpTime:
+def _cross_entropy(call: LocalCall, device: Device) -> OpTime:
     """log_softmax, then the loss of each row. Backward fills zeros, puts ones, and then the log_softmax's."""
     scores = call.inputs[0].bytes
     forward = _moved(2.0 * scores, device, 1, "function")
     return OpTime(forward, _moved(4.0 * scores, device, 2, "function") if call.gradient else 0.0)
 
 
-def _made(call: Call, device: Device) -> OpTime:
-    return OpTime(_moved(sum(held.bytes for held in call.outputs), device), 0.0)
+def _creation(call: LocalCall, device: Device) -> OpTime:
+    return OpTime(_moved(sum(tensor.bytes for tensor in call.outputs), device), 0.0)
 
 
-_SPECIAL: dict[str, Callable[[Call, Device], OpTime]] = {
+_SPECIAL: dict[str, Callable[[LocalCall, Device], OpTime]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(PARTS, _part),
     **dict.fromkeys(LOOKUPS, _lookup),
     **dict.fromkeys(JOINED, _joined),
-    **dict.fromkeys(MADE, _made),
+    **dict.fromkeys(CREATED, _creation),
     "scaled_dot_product_attention": _attention,
     "cross_entropy_loss": _cross_entropy,
 }

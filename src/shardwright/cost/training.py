@@ -14,7 +14,7 @@ MASTER = 4  # bytes of float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class BackendTraits:
     """What the libraries of a device do with memory.
 
     copies     gathering and scattering work on a copy of the whole (gloo, between machines)
@@ -30,22 +30,22 @@ class Habits:
         return not self.foreach and optimizer in ("adam", "adamw")
 
 
-ON_CPU = Habits(copies=False, foreach=False)
-ON_CPUS_APART = Habits(copies=True, foreach=False)
-ON_GPU = Habits(copies=False, foreach=True)
+ON_CPU = BackendTraits(copies=False, foreach=False)
+ON_CPUS_APART = BackendTraits(copies=True, foreach=False)
+ON_GPU = BackendTraits(copies=False, foreach=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingSetup:
     """The optimizer, the precision, and how often gradients are made before they are used.
 
-    optimizer     a key of STATES
-    compute       the dtype in which float32 values are computed and parameters are gathered; None: as captured
-    reduce        the dtype in which gradients are summed over devices; None: that of `compute`, or their own
-    accumulate    how many times forward and backward run before one update
-    masters       whether the optimizer updates float32 copies of parameters that are narrower
-    said          the precision as somebody said it, to show
-    margin        the part of a device's memory that fragmentation and the libraries take
+    optimizer       a key of STATES
+    compute         the dtype in which float32 values are computed and parameters are gathered; None: as captured
+    reduce          the dtype in which gradients are summed over devices; None: that of `compute`, or their own
+    accumulate      how many times forward and backward run before one update
+    masters         whether the optimizer updates float32 copies of parameters that are narrower
+    precision_name  the precision as the user wrote it, to show
+    margin          the part of a device's memory that fragmentation and the libraries take
     """
 
     optimizer: str = "adamw"
@@ -53,7 +53,7 @@ class Training:
     reduce: str | None = None
     accumulate: int = 1
     masters: bool = False
-    said: str = ""
+    precision_name: str = ""
     margin: float = 0.06
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Training:
         return STATES[self.optimizer]
 
 
-def habits_of(device: str, nodes: int) -> Habits:
+def backend_traits(device: str, nodes: int) -> BackendTraits:
     """The habits of a device by its name, in a cluster of so many nodes."""
     if device != "cpu":
         return ON_GPU

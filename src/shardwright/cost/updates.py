@@ -1,6 +1,6 @@
 """The memory of gradients on their way to the optimizer: buckets, and the units of ZeRO-3.
 
-Both follow the runtime: `runtime/gradients.py` for buckets, `runtime/zero.py` for units.
+Both follow the runtime: `runtime/parameters/buckets.py` for buckets, `runtime/parameters/zero3_shards.py` for units.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from ..ir.paths import layer_of
 from .heap import BUFFER, GRADIENT, Heap
-from .rank import Held, Step
-from .training import Habits, Training
+from .rank_program import ParameterMemory, RankStep
+from .training import BackendTraits, TrainingSetup
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
 IN_FLIGHT = 2
 """How many sums of split gradients are under way before the oldest is awaited."""
 
 
-class Bucket:
+class BucketMemory:
     def __init__(self) -> None:
         self.bytes = self.share = 0.0
         self.missing = 0
@@ -25,42 +25,58 @@ class Bucket:
         self.copy: int | None = None  # of the collective
 
 
-class Buckets:
+class GradientBuckets:
     """Gradients that are summed in flat buffers.
 
     Those of ZeRO 0 and 1 are the gradients, and their memory is never given back. At level 2 a buffer lives until
     its sum is through, and the own share of it stays.
     """
 
-    def __init__(self, held: Sequence[Held], heap: Heap, training: Training, habits: Habits) -> None:
-        self.heap, self.copies = heap, habits.copies
-        self.of: dict[str, Bucket] = {}
-        self.order: list[Bucket] = []
-        self.sent: list[Bucket] = []
-        synced = [one for one in held if one.trainable and one.sums and one.level < 3]
-        heap.new(sum(one.bytes for one in synced if one.level < 2), GRADIENT)
-        heap.new(sum(one.bytes * one.wider for one in synced if one.level < 2 and one.wider > 1), GRADIENT)
+    def __init__(
+        self, parameters: Sequence[ParameterMemory], heap: Heap, training: TrainingSetup, traits: BackendTraits
+    ) -> None:
+        self.heap, self.copies = heap, traits.copies
+        self.of: dict[str, BucketMemory] = {}
+        self.order: list[BucketMemory] = []
+        self.sent: list[BucketMemory] = []
+        synced = [
+            parameter for parameter in parameters if parameter.trainable and parameter.sums and parameter.level < 3
+        ]
+        heap.new(sum(parameter.bytes for parameter in synced if parameter.level < 2), GRADIENT)
+        heap.new(
+            sum(
+                parameter.bytes * parameter.wider for parameter in synced if parameter.level < 2 and parameter.wider > 1
+            ),
+            GRADIENT,
+        )
         if training.accumulate > 1:  # gradients of earlier backwards, not summed yet
-            heap.new(sum(one.bytes * one.wider for one in held if one.trainable and one.level < 3), GRADIENT)
+            heap.new(
+                sum(
+                    parameter.bytes * parameter.wider
+                    for parameter in parameters
+                    if parameter.trainable and parameter.level < 3
+                ),
+                GRADIENT,
+            )
         room: dict[tuple[str, ...], float] = {}
-        open_: dict[tuple[str, ...], Bucket] = {}
-        for one in reversed(synced):
-            key = (*one.sums, str(one.level))
-            if key not in open_ or one.bytes > room[key]:
+        open_: dict[tuple[str, ...], BucketMemory] = {}
+        for parameter in reversed(synced):
+            key = (*parameter.sums, str(parameter.level))
+            if key not in open_ or parameter.bytes > room[key]:
                 room[key] = BUCKET if self.order else FIRST_BUCKET
-                open_[key] = Bucket()
+                open_[key] = BucketMemory()
                 self.order.append(open_[key])
             bucket = open_[key]
             bucket.missing += 1
-            room[key] -= one.bytes
-            if one.level == 2:
-                bucket.bytes += one.bytes
-                bucket.share += one.share * one.wider
-            self.of[one.key] = bucket
+            room[key] -= parameter.bytes
+            if parameter.level == 2:
+                bucket.bytes += parameter.bytes
+                bucket.share += parameter.share * parameter.wider
+            self.of[parameter.key] = bucket
         self.next = 0
 
-    def arrived(self, held: Held) -> None:
-        bucket = self.of[held.key]
+    def arrived(self, parameter: ParameterMemory) -> None:
+        bucket = self.of[parameter.key]
         if bucket.flat is None:
             bucket.flat = self.heap.new(bucket.bytes, BUFFER)
         bucket.missing -= 1
@@ -68,7 +84,7 @@ class Buckets:
             self._send(self.order[self.next])
             self.next += 1
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: BucketMemory) -> None:
         self.heap.new(bucket.share, GRADIENT)
         if self.copies:
             bucket.copy = self.heap.new(bucket.bytes, BUFFER)
@@ -76,7 +92,7 @@ class Buckets:
         while len(self.sent) > IN_FLIGHT:
             self._finish(self.sent.pop(0))
 
-    def _finish(self, bucket: Bucket) -> None:
+    def _finish(self, bucket: BucketMemory) -> None:
         for storage in (bucket.flat, bucket.copy):
             if storage is not None:
                 self.heap.drop(storage)
@@ -90,7 +106,7 @@ class Buckets:
             self._finish(bucket)
 
 
-class Unit:
+class Zero3Unit:
     """Parameters that ZeRO-3 gathers together."""
 
     def __init__(self, name: str) -> None:
@@ -102,46 +118,48 @@ class Unit:
         self.gradients: list[int] = []
 
 
-class Units:
+class Zero3Units:
     """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use.
 
     What is outside of layers is one unit. The program never closes it: it holds it until it is gathered anew.
     """
 
-    def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap, habits: Habits) -> None:
+    def __init__(
+        self, parameters: Sequence[ParameterMemory], steps: Sequence[RankStep], heap: Heap, traits: BackendTraits
+    ) -> None:
         self.heap = heap
-        self.copies = habits.copies
-        self.units: dict[str, Unit] = {}
-        self.of: dict[int, Unit] = {}
-        for one in held:
-            if one.level == 3:
-                unit = self.units.setdefault(layer_of(one.key), Unit(layer_of(one.key)))
-                self.of[one.value] = unit
-                unit.whole += one.gathered
-                if one.trainable:
-                    unit.trained += one.bytes
-                    unit.share += one.share * one.wider
+        self.copies = traits.copies
+        self.units: dict[str, Zero3Unit] = {}
+        self.of: dict[int, Zero3Unit] = {}
+        for parameter in parameters:
+            if parameter.level == 3:
+                unit = self.units.setdefault(layer_of(parameter.key), Zero3Unit(layer_of(parameter.key)))
+                self.of[parameter.value] = unit
+                unit.whole += parameter.gathered
+                if parameter.trainable:
+                    unit.trained += parameter.bytes
+                    unit.share += parameter.share * parameter.wider
                     unit.missing += 1
-        self.opens: dict[int, list[Unit]] = {}
-        self.closes: dict[int, list[Unit]] = {}
-        self.keeps: dict[int, list[Unit]] = {}
+        self.opens: dict[int, list[Zero3Unit]] = {}
+        self.closes: dict[int, list[Zero3Unit]] = {}
+        self.keeps: dict[int, list[Zero3Unit]] = {}
         self.sent: list[int] = []
-        self.regathered: list[Unit] = []
-        self.order: list[Unit] = []
+        self.regathered: list[Zero3Unit] = []
+        self.order: list[Zero3Unit] = []
         self._find_uses(steps)
         outside = self.units.get("")
         self.resident = None if outside is None else heap.new(outside.whole, BUFFER)
 
-    def _find_uses(self, steps: Sequence[Step]) -> None:
+    def _find_uses(self, steps: Sequence[RankStep]) -> None:
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for at, step in enumerate(steps) if self.units else ():
             for unit in dict.fromkeys(self.of[number] for number in step.inputs if number in self.of):
                 first.setdefault(unit.name, at)
                 last[unit.name] = at
-            kept = dict.fromkeys(self.of[number] for number in step.kept if number in self.of)
-            if kept:
-                self.keeps[at] = list(kept)
+            saved_units = dict.fromkeys(self.of[number] for number in step.saved if number in self.of)
+            if saved_units:
+                self.keeps[at] = list(saved_units)
         for name, at in sorted(first.items(), key=lambda pair: pair[1]):
             self.opens.setdefault(at, []).append(self.units[name])
             self.order.append(self.units[name])
@@ -169,7 +187,7 @@ class Units:
                 self._release(self.regathered.pop(0))
             self._gather(unit, -1)
 
-    def _gather(self, unit: Unit, ahead: int) -> None:
+    def _gather(self, unit: Zero3Unit, ahead: int) -> None:
         self._fetch(unit)
         if unit.flat is None:
             for copy in unit.rows[1:]:
@@ -181,11 +199,11 @@ class Units:
         if 0 <= place < len(self.order):
             self._fetch(self.order[place])
 
-    def _fetch(self, unit: Unit) -> None:
+    def _fetch(self, unit: Zero3Unit) -> None:
         if not unit.rows and unit.flat is None:
             unit.rows = [self.heap.new(unit.whole, BUFFER) for _ in range(2 if self.copies else 1)]
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: Zero3Unit) -> None:
         if unit.flat is not None and not unit.name:
             self.resident = unit.flat
         elif unit.flat is not None:
@@ -195,9 +213,9 @@ class Units:
         unit.rows.clear()
         unit.flat = None
 
-    def arrived(self, held: Held, storage: int | None) -> None:
+    def arrived(self, parameter: ParameterMemory, storage: int | None) -> None:
         """A whole gradient; the last of a unit sends all of them off."""
-        unit = self.of[held.value]
+        unit = self.of[parameter.value]
         if storage is not None:
             unit.gradients.append(storage)
         unit.missing -= 1

@@ -6,12 +6,12 @@ import math
 from functools import cache
 
 from ..rules import Analysis, Signature
-from ..rules.kept import OPAQUE
+from ..rules.user_calls import OPAQUE
 
 PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "addmm", "baddbmm", "mv", "attention")
 
 
-def is_product(signature: Signature) -> bool:
+def is_matmul(signature: Signature) -> bool:
     if not signature.op.target.startswith("aten."):  # an own op that sums something is taken for a product
         return is_experts(signature) or bool(signature.rule and signature.rule.sums)
     return _is_product(signature.op.target)
@@ -29,11 +29,11 @@ def is_experts(signature: Signature) -> bool:
 
 def flops(signature: Signature) -> float:
     """Two for each multiply-add of a product, one for each element of anything else."""
-    atoms, values = signature.facts.atoms, signature.facts.graph.values
+    atoms, values = signature.analysis.atoms, signature.analysis.graph.values
     size = max((values[name].elements for name in signature.op.outputs), default=0)
     if signature.op.target == OPAQUE and not is_experts(signature):
         return max(float(size), _inside(signature))
-    if not is_product(signature):
+    if not is_matmul(signature):
         return float(size)
     if is_experts(signature):  # each token meets k of the experts
         shapes = [values[name].shape for name in signature.op.inputs]
@@ -48,23 +48,23 @@ def flops(signature: Signature) -> float:
     return work
 
 
-def training_flops(facts: Analysis) -> float:
+def training_flops(analysis: Analysis) -> float:
     """The products of one call, forward and backward, at global shape: what "model flops" usually means.
 
     Backward has one product of the same size for each operand that has a gradient, and none is counted twice that a
     plan recomputes. Attention counts whole, also where a mask leaves half of it out.
     """
-    total, values = 0.0, facts.graph.values
-    for signature in facts.signatures.values():
-        if is_product(signature) or signature.op.target == OPAQUE:
+    total, values = 0.0, analysis.graph.values
+    for signature in analysis.signatures.values():
+        if is_matmul(signature) or signature.op.target == OPAQUE:
             operands = [values[name] for name in signature.op.inputs if len(values[name].shape) > 1]
-            total += flops(signature) * (1 + min(2, sum(held.gradient for held in operands)))
+            total += flops(signature) * (1 + min(2, sum(operand.gradient for operand in operands)))
     return total
 
 
 def _inside(signature: Signature) -> float:
     """What an opaque submodule may do: every row meets every parameter, since nobody looks inside."""
-    values, op = signature.facts.graph.values, signature.op
-    rows = math.prod(values[op.outputs[0]].shape[:-1]) if op.outputs else 0
-    held = op.inputs[len(op.argument("tensors")) :]
-    return 2.0 * rows * sum(values[name].elements for name in held)
+    values, op = signature.analysis.graph.values, signature.op
+    positions = math.prod(values[op.outputs[0]].shape[:-1]) if op.outputs else 0
+    weights = op.inputs[len(op.argument("tensors")) :]
+    return 2.0 * positions * sum(values[name].elements for name in weights)

@@ -1,7 +1,7 @@
-"""Data for many ranks: which rows are whose, in which order, and where a run goes on after a stop."""
+"""Data for many ranks: which samples each rank gets, in which order, and where a run resumes."""
 
 from .loader import Loader, loader
-from .rows import Last, Rows, Sharing, share
+from .samples import BatchShare, Last, ReplicaBatchSampler, share_of_samples
 from .stream import Stream
 
-__all__ = ["Last", "Loader", "Rows", "Sharing", "Stream", "loader", "share"]
+__all__ = ["BatchShare", "Last", "Loader", "ReplicaBatchSampler", "Stream", "loader", "share_of_samples"]

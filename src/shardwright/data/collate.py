@@ -1,4 +1,4 @@
-"""From rows to a batch, also where a group has no rows, or some that only fill it up."""
+"""From samples to a batch, also where a replica has no samples, or some that are only padding."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from .stream import Share
+from .stream import StreamShare
 
 Collate = Callable[[list[Any]], Any]
 Ignore = Mapping[str | int, float]
-"""What to write in the places of rows that only fill a batch up: by key of a dict, or place in a tuple."""
+"""What to write for samples that only pad a batch: by key of a dict, or position in a tuple."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsCollate:
-    """For rows of a map-style dataset. A group without rows takes a look at the first of the dataset."""
+class SampleCollate:
+    """For samples of a map-style dataset. A replica without samples takes shapes from the first of the dataset."""
 
     collate: Collate
     dataset: Any
 
-    def __call__(self, rows: list[Any]) -> Any:
-        return self.collate(rows) if rows else emptied(self.collate([self.dataset[0]]))
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate(samples) if samples else emptied(self.collate([self.dataset[0]]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +33,34 @@ class ShareCollate:
 
     collate: Collate
 
-    def __call__(self, share: Share) -> tuple[Any, Share]:
+    def __call__(self, share: StreamShare) -> tuple[Any, StreamShare]:
         batch = self.collate(share.rows) if share.rows else emptied(self.collate([share.like]))
         return batch, replace(share, rows=[], like=None)
 
 
 def emptied(batch: Any) -> Any:
-    """A batch like another one, of no rows."""
+    """A batch like another one, of no samples."""
     if isinstance(batch, Tensor):
         return batch[:0] if batch.dim() else batch
     if isinstance(batch, Mapping):
-        return {key: emptied(held) for key, held in batch.items()}
+        return {key: emptied(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(emptied(held) for held in batch))
+        return type(batch)(*(emptied(value) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(emptied(held) for held in batch if not isinstance(held, str | bytes))
+        return type(batch)(emptied(value) for value in batch if not isinstance(value, str | bytes))
     return batch
 
 
 def fill(batch: Any, ignore: Ignore, padding: int) -> Any:
-    """A batch whose last rows are marked as such that don't count."""
+    """A batch whose padding samples at its end are marked to be ignored."""
     if not padding:
         return batch
     for key, value in ignore.items():
         try:
-            held = batch[key]
+            tensor = batch[key]
         except (KeyError, IndexError, TypeError):
             raise InputError(f"ignore={dict(ignore)}: a batch of type {type(batch).__name__} has no {key!r}") from None
-        if not isinstance(held, Tensor) or held.dim() == 0:
-            raise InputError(f"ignore={dict(ignore)}: {key!r} of the batch is no tensor with rows")
-        held[held.shape[0] - padding :] = value
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            raise InputError(f"ignore={dict(ignore)}: {key!r} of the batch is no tensor with a batch dim")
+        tensor[tensor.shape[0] - padding :] = value
     return batch

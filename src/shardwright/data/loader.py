@@ -7,7 +7,7 @@
 
     batches.load_state_dict(sw.load(path, model, optimizer).data)
 
-`iter` goes on from the place where the loop is, and a loop that comes to the end of an epoch is at
+`iter` resumes from the place where the loop is, and a loop that comes to the end of an epoch is at
 the beginning of the next one.
 """
 
@@ -21,19 +21,19 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from ..errors import InputError
-from ..runtime.model import ParallelModel
+from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.world import here
-from .collate import Collate, Ignore, RowsCollate, ShareCollate, fill
-from .drawn import DrawnByRow
-from .rows import Last, Rows, Sampled, seed_of
-from .stream import Share, Stream, is_stream
+from .collate import Collate, Ignore, SampleCollate, ShareCollate, fill
+from .per_sample_seed import SeededPerSample
+from .samples import Last, ReplicaBatchSampler, SampledBatches, combine_seeds
+from .stream import Stream, StreamShare, is_stream
 
 
 class Loader:
     """Batches of a `DataLoader` or of anything that can be iterated, with a place that can be saved.
 
-    A DataLoader with `batch_sampler=Rows(...)` goes on at its row at once, and one whose dataset is a `Stream` as that
-    can (`loader` makes both). Anything else is iterated again from the start of the epoch, and what was seen is
+    A DataLoader with `batch_sampler=ReplicaBatchSampler(...)` resumes at once, and one whose dataset is a `Stream` as
+    that can (`loader` makes both). Anything else is iterated again from the start of the epoch, and what was seen is
     left out; it must have the same order again: random samplers of torch draw from `seed` and the epoch here.
     """
 
@@ -43,17 +43,17 @@ class Loader:
         self.data, self.seed, self.ignore = data, seed, dict(ignore or {})
         self._model = model if isinstance(model, ParallelModel) else None
         self.epoch = 0
-        self.row = 0  # global rows of this epoch that the loop has seen; batches, where rows are not known
-        self.total = 0  # rows of the global batch that the loop has
-        self.whole = False  # whether every group has all of them
+        self.row = 0  # global samples of this epoch that the loop has seen; batches, where samples can't be counted
+        self.total = 0  # samples of the global batch that the loop has
+        self.whole = False  # whether every replica has all of them
         sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
-        self._rows = sampler if isinstance(sampler, Rows) else None
+        self._sampler = sampler if isinstance(sampler, ReplicaBatchSampler) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
         self._state: Any = None  # of a stream that has one
-        if self._rows is not None:
-            self.seed = self._rows.seed
-        held = self._rows or self._stream
-        self._sharing = held.sharing if held is not None else None
+        if self._sampler is not None:
+            self.seed = self._sampler.seed
+        source = self._sampler or self._stream
+        self._sharing = source.sharing if source is not None else None
         if self._sharing is not None and self._sharing.last == "pad" and not self.ignore:
             raise InputError(
                 'last="pad" fills a batch up with rows that must not count: say how, such as ignore={"labels": -100} '
@@ -61,24 +61,24 @@ class Loader:
             )
         if self._stream is not None and getattr(data, "persistent_workers", False):
             raise InputError("persistent_workers=True: workers that stay are not told of another place in a stream")
-        self._drawn_by_row = dataset if isinstance(dataset, DrawnByRow) else None
+        self._drawn_by_row = dataset if isinstance(dataset, SeededPerSample) else None
         if self._drawn_by_row is not None and getattr(data, "persistent_workers", False):
             raise InputError("persistent_workers=True: workers that stay are not told of another epoch to draw by")
         self._draw_apart()
 
     def _draw_apart(self) -> None:
-        """Draw from a generator of its own: a run that goes on must not find torch's moved by a second start."""
+        """Draw from a generator of its own: a run that resumes must not advance torch's by a second start."""
         self._drawn = torch.Generator()
         if isinstance(self.data, DataLoader) and self.data.generator is None:
             self.data.generator = self._drawn
-            for held in (self.data.sampler, getattr(self.data.batch_sampler, "sampler", None)):
-                if isinstance(held, RandomSampler) and held.generator is None:
-                    held.generator = self._drawn
+            for sampler in (self.data.sampler, getattr(self.data.batch_sampler, "sampler", None)):
+                if isinstance(sampler, RandomSampler) and sampler.generator is None:
+                    sampler.generator = self._drawn
 
     def __iter__(self) -> Iterator[Any]:
-        self._drawn.manual_seed(seed_of(self.seed, self.epoch))
-        if self._rows is not None:
-            yield from self._of_rows(self._rows)
+        self._drawn.manual_seed(combine_seeds(self.seed, self.epoch))
+        if self._sampler is not None:
+            yield from self._of_samples(self._sampler)
         elif self._stream is not None:
             yield from self._of_stream(self._stream)
         else:
@@ -87,25 +87,25 @@ class Loader:
         self.set_epoch(self.epoch + 1)
 
     def _tell(self, total: int) -> None:
-        """Say whether a batch is one that every group has all of."""
+        """Record whether every replica has all of a batch."""
         self.whole = self._sharing is not None and self._sharing.is_whole(total)
         if self._model is not None:
             self._model.pass_whole(self.whole)
 
-    def _of_rows(self, rows: Rows) -> Iterator[Any]:
-        rows.epoch, rows.start = self.epoch, self.row
+    def _of_samples(self, sampler: ReplicaBatchSampler) -> Iterator[Any]:
+        sampler.epoch, sampler.start = self.epoch, self.row
         if self._drawn_by_row is not None:
             self._drawn_by_row.epoch, self._drawn_by_row.seed = self.epoch, self.seed
         for batch in self.data:
-            total = rows.count_at(self.row)
-            batch = fill(batch, self.ignore, rows.sharing.padding(total))
+            total = sampler.count_at(self.row)
+            batch = fill(batch, self.ignore, sampler.sharing.padding(total))
             self.row, self.total = self.row + total, total
             self._tell(total)
             yield batch
 
     def _of_stream(self, stream: Stream) -> Iterator[Any]:
         stream.epoch, stream.skip, stream.state = self.epoch, self.row, self._state
-        known: Share
+        known: StreamShare
         for batch, known in self.data:
             batch = fill(batch, self.ignore, known.padding)
             self.row, self.total, self._state = self.row + known.total, known.total, known.state
@@ -114,9 +114,9 @@ class Loader:
 
     def _of_any(self) -> Iterator[Any]:
         parts: list[Any] = [getattr(self.data, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        for held in (self.data, *parts):
-            if hasattr(held, "set_epoch"):
-                held.set_epoch(self.epoch)
+        for source in (self.data, *parts):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(self.epoch)
         seen = self.row
         for number, batch in enumerate(self.data):
             if number >= seen:
@@ -140,25 +140,25 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: the same on all ranks."""
-        state = self._rows.state_dict() if self._rows is not None else {"seed": self.seed}
+        state = self._sampler.state_dict() if self._sampler is not None else {"seed": self.seed}
         return {**state, "epoch": self.epoch, "row": self.row, "counts": self._counts, "stream": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a place, with this or another number of data-parallel groups."""
+        """Resume from a place, with this or another number of data-parallel replicas."""
         if state.get("counts") != self._counts:
             raise InputError(
                 f"the place in the data was saved by {state.get('counts')}, and here is data that counts "
                 f"{self._counts}: give the same kind of data"
             )
-        if self._rows is not None:
-            self._rows.load_state_dict(state)
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state)
         self.seed, self.epoch, self.row = int(state["seed"]), int(state["epoch"]), int(state["row"])
         self._state = state["stream"]
 
     @property
     def _counts(self) -> str:
-        if self._rows is not None:
-            return "rows"
+        if self._sampler is not None:
+            return "rows"  # part of saved checkpoints
         return "batches" if self._stream is None else "rows of a stream"
 
 
@@ -170,8 +170,8 @@ def loader(
 ) -> Loader:  # fmt: skip
     """Batches of a dataset, map-style or iterable, for this rank.
 
-    batch    rows of a global batch, over all data-parallel groups
-    model    what `sw.parallelize` gave: whose rows this rank takes follows from it and its `inputs`. Without it
+    batch    samples of a global batch, over all data-parallel replicas
+    model    what `sw.parallelize` gave: which samples this rank takes follows from it and its `inputs`. Without it
              the whole batch is given, or the share of `rank` of `ranks`. A last batch that the groups can't share
              evenly is given whole to every rank, and the model is told: it computes the same as on one device
     shuffle  a new order every epoch, the same on all ranks, of `seed` and the epoch (map-style datasets only)
@@ -196,16 +196,16 @@ def loader(
         gives = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=join, **options)
         return Loader(gives, seed=seed, ignore=ignore, model=model)
     if draw_by_row:
-        dataset = DrawnByRow(dataset, seed)
+        dataset = SeededPerSample(dataset, seed)
     if sampler is None:
-        rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
+        batches = ReplicaBatchSampler(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
     elif shuffle:
         raise InputError("a sampler gives the order of rows; leave out shuffle=True")
     else:
-        rows = Sampled(sampler, batch, rank=mine, ranks=of, seed=seed, last=last)
-    bound = RowsCollate(collate=collate, dataset=dataset)
-    held = DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options)
-    return Loader(held, seed=seed, ignore=ignore, model=model)
+        batches = SampledBatches(sampler, batch, rank=mine, ranks=of, seed=seed, last=last)
+    bound = SampleCollate(collate=collate, dataset=dataset)
+    data = DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=bound, **options)
+    return Loader(data, seed=seed, ignore=ignore, model=model)
 
 
 def _check_stream(shuffle: bool, draw_by_row: bool, sampler: Iterable[int] | None) -> None:
@@ -219,9 +219,9 @@ def _check_stream(shuffle: bool, draw_by_row: bool, sampler: Iterable[int] | Non
 
 def place_of(model: nn.Module | None) -> tuple[int, int]:
     """Which share of a batch this rank passes to a model, of how many."""
-    if not isinstance(model, ParallelModel) or model.input_mode == "same":
+    if not isinstance(model, ParallelModel) or model.input_mode == "global":
         return 0, 1
-    if model.input_mode == "gather":
+    if model.input_mode == "per_rank":
         world = here()
         return world.rank, world.size
     return model.data_rank, model.data_size

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .rows import Last, Sharing
+from .samples import BatchShare, Last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class StreamShare:
     """What a group has of one global batch."""
 
     rows: list[Any]
@@ -37,7 +37,7 @@ class Share:
     state: dict[str, Any] | None  # of a dataset that has one, after this batch, and whether it has ended
 
 
-class Stream(IterableDataset[Share]):
+class Stream(IterableDataset[StreamShare]):
     """A group's share of every global batch of a stream. The dataset must give the same rows on all ranks.
 
     `skip` rows are read and left out; or the dataset is given its `state` of a `Share`, if it is not None.
@@ -46,7 +46,7 @@ class Stream(IterableDataset[Share]):
     def __init__(
         self, dataset: Iterable[Any], batch: int, *, rank: int = 0, ranks: int = 1, last: Last = "keep"
     ) -> None:
-        self.sharing = Sharing(batch=batch, rank=rank, ranks=ranks, last=last)
+        self.sharing = BatchShare(batch=batch, rank=rank, ranks=ranks, last=last)
         self.dataset = dataset
         self.epoch = self.skip = 0
         self.state: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class Stream(IterableDataset[Share]):
         """Whether the dataset knows by itself where it is."""
         return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[StreamShare]:
         worker = get_worker_info()
         mine, every = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if hasattr(self.dataset, "set_epoch"):
@@ -65,27 +65,27 @@ class Stream(IterableDataset[Share]):
         if self.state is not None and self.state["ended"]:  # what it says of itself may be its beginning
             return
         if self.has_state:
-            given = copy.deepcopy(self._first if self.state is None else self.state["dataset"])
-            self.dataset.load_state_dict(given)  # type: ignore[attr-defined]
-        rows = iter(self.dataset)
+            state = copy.deepcopy(self._first if self.state is None else self.state["dataset"])
+            self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
+        samples = iter(self.dataset)
         for _ in range(0 if self.state is not None else self.skip):
-            next(rows, None)
+            next(samples, None)
         number = 0
-        while self.sharing.count(len(held := _take(rows, self.sharing.batch))):
+        while self.sharing.count(len(batch := _take(samples, self.sharing.batch))):
             if number % every == mine:
-                yield self._share(held)
+                yield self._share(batch)
             number += 1
 
-    def _share(self, held: list[Any]) -> Share:
-        total = len(held)
-        rows = [held[row] for row in self.sharing.mine(total)]
+    def _share(self, batch: list[Any]) -> StreamShare:
+        total = len(batch)
+        samples = [batch[index] for index in self.sharing.mine(total)]
         padding = self.sharing.padding(total)
-        rows += [held[at % total] for at in range(padding)]
+        samples += [batch[at % total] for at in range(padding)]
         state = None
         if self.has_state:
-            said = self.dataset.state_dict()  # type: ignore[attr-defined]
-            state = {"ended": total < self.sharing.batch, "dataset": copy.deepcopy(said)}
-        return Share(rows=rows, like=held[0], total=total, padding=padding, state=state)
+            dataset_state = self.dataset.state_dict()  # type: ignore[attr-defined]
+            state = {"ended": total < self.sharing.batch, "dataset": copy.deepcopy(dataset_state)}
+        return StreamShare(rows=samples, like=batch[0], total=total, padding=padding, state=state)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -93,10 +93,10 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _take(rows: Iterator[Any], count: int) -> list[Any]:
-    held = []
-    for row in rows:
-        held.append(row)
-        if len(held) == count:
+def _take(samples: Iterator[Any], count: int) -> list[Any]:
+    batch = []
+    for sample in samples:
+        batch.append(sample)
+        if len(batch) == count:
             break
-    return held
+    return batch

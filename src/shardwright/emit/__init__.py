@@ -5,7 +5,7 @@
 """
 
 from .file import Emitted, emit
-from .pieces import unit_of
+from .parameters import unit_of
 from .validate import validate
 
 __all__ = ["Emitted", "emit", "unit_of", "validate"]

@@ -16,23 +16,23 @@ def branch_method(graph: Graph, sizes: SizeNames, context: Callable[[Op], str]) 
     """The lines of a method that runs a graph."""
     outputs = [output.value for output in graph.outputs if output.value is not None]
     names = Names(graph.ops, outputs, sizes.used)
-    words = names.bind_all(held.value for held in graph.inputs)
-    said = ", ".join(f"{word} {_shape(graph, held.value)}" for word, held in zip(words, graph.inputs, strict=True))
-    yield f"    def {graph.name}(self{''.join(', ' + word for word in words)}):  # {said}"
+    words = names.bind_all(item.value for item in graph.inputs)
+    shapes = ", ".join(f"{word} {_shape(graph, item.value)}" for word, item in zip(words, graph.inputs, strict=True))
+    yield f"    def {graph.name}(self{''.join(', ' + word for word in words)}):  # {shapes}"
     last = ""
     for at, op in enumerate(graph.ops):
         op = keyed(graph, op)
         inputs = {index: names.words[name] for index, name in enumerate(op.inputs)}
         text = call_text(op, inputs, sizes, {})
-        made: list[str] = []
+        lines: list[str] = []
         for name in op.outputs:
-            made.append(names.bind(name, at, made) if name in names.last else "_")
+            lines.append(names.bind(name, at, lines) if name in names.last else "_")
         wanted = context(op)
         if wanted and wanted != last:
             yield f"        with {wanted}:"
         last = wanted
         source = f"  {op.source}" if op.source else ""
-        yield f"{'    ' if wanted else ''}        {', '.join(made)} = {text}  # {_shape(graph, op.outputs[0])}{source}"
+        yield f"{'    ' if wanted else ''}        {', '.join(lines)} = {text}  # {_shape(graph, op.outputs[0])}{source}"
     yield f"        return {', '.join(names.words[name] for name in outputs)}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..errors import LoweringError
 from ..ir import Op
 from .printing import Printing
-from .runtime_calls import REDUCTIONS, RUNTIME_PRINTERS, Printer, converter, cross_entropy
+from .runtime_calls import REDUCTIONS, RUNTIME_PRINTERS, Printer, cross_entropy, reshard_call
 from .sizes import SizeNames
 
 OPERATORS = {
@@ -50,7 +50,7 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
     """The right-hand side of an op's line."""
     printing = Printing(op, names, sizes, parts)
     if op.target.startswith("comm."):
-        return converter(printing)
+        return reshard_call(printing)
     if op.target.startswith("call.") and op.target not in PRINTERS:
         shown = ", ".join(printing.show(value) for _, value in op.arguments)
         return f"{function_name(op.target.removeprefix('call.'))}({shown})"
@@ -207,7 +207,7 @@ def _embedding(p: Printing) -> str:
 
 
 def _index(p: Printing) -> str:
-    shown = [":" if held is None else p.show(held) for held in p.literal("indices")]
+    shown = [":" if item is None else p.show(item) for item in p.literal("indices")]
     return f"{p.first()}[{', '.join(shown)}]"
 
 

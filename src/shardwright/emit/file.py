@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import Op
-from ..layout import FANNED, Mesh
-from ..lower import Program
+from ..layout import REPLICATE, Mesh
+from ..lower import LoweredProgram
 from ..plan.pipeline import MB
-from ..rules import is_drawn_whole
-from ..rules.kept import OPAQUE
+from ..rules import is_random
+from ..rules.user_calls import OPAQUE
 from .branches import branch_method
 from .calls import PRINTERS, call_text, function_name, returns_list
 from .comments import comment_on, shape_of
-from .early import counts, known_names
-from .layers import RESERVED, Folder, Invoke, Item, Loop, Method
+from .layers import RESERVED, Folder, Invoke, Item, LayerLoop, Method
 from .lines import narrowed
 from .names import RESERVED as RESERVED_WORDS
-from .names import Names, wish
-from .pieces import bytes_held, piece_table, unit_of, unit_ranges
+from .names import Names, preferred_name
+from .parameters import bytes_per_rank, parameter_table, unit_of, unit_ranges
+from .prologue import counts, known_names
 from .sizes import SizeNames
 from .validate import validate
 
@@ -35,30 +35,30 @@ class Emitted:
     inputs: tuple[str, ...]
 
 
-def emit(program: Program) -> Emitted:
+def emit(program: LoweredProgram) -> Emitted:
     """The text of the program; the same for every rank."""
-    writer = Writer(program)
+    writer = FileWriter(program)
     text = "\n".join(line for long in writer.file() for line in narrowed(long)) + "\n"
     validate(program, text)
     return Emitted(name=f"{program.graph.entry}.py", text=text, class_name=writer.class_name, inputs=writer.inputs)
 
 
-class Writer:
+class FileWriter:
     """Writes one file."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LoweredProgram) -> None:
         self.program = program
         self.class_name = _class_name(program.graph.name)
         called = {op.target for op in program.body if op.target.startswith("call.") and op.target not in PRINTERS}
         self.functions = {function_name(path): path for path in sorted(name.removeprefix("call.") for name in called)}
         self.sizes = SizeNames(program, [self.class_name, *self.functions])
         self.parts = program.mesh.sizes
-        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.holdings}
+        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.parameters}
         self.paths |= {buffer.value: buffer.key for buffer in program.graph.buffers}
-        self.holdings = {holding.value: holding for holding in program.holdings}
+        self.parameters = {holding.value: holding for holding in program.parameters}
         self.fixed: dict[str, str] = {}  # constants: value -> attribute
         self.inputs = tuple(f"in_{at}" for at in range(len(program.graph.inputs)))
-        self.zero3 = any(level == 3 for holding in program.holdings for _, level in holding.zero)
+        self.zero3 = any(level == 3 for holding in program.parameters for _, level in holding.zero)
         self.units: dict[str, None] = {}
         tops = {key.split(".")[0] for key in self.paths.values()}
         own = {*RESERVED, *program.mesh.names, *program.graph.branches}
@@ -75,17 +75,22 @@ class Writer:
         forward = list(self.forward(items))
         methods = [list(self.method(method)) for method in folder.methods]
         branches = self.program.graph.branches.values()
-        methods += [list(branch_method(held, self.sizes, lambda op: self.context(op, None))) for held in branches]
-        table = list(piece_table(self.program, self.class_name))
+        methods += [list(branch_method(branch, self.sizes, lambda op: self.context(op, None))) for branch in branches]
+        table = list(parameter_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
         text = "\n".join([*constants, *prologue, *forward, *(line for lines in methods for line in lines), *table])
-        yield from self.head([name for name in ("cut", "share") if f"{name}(" in text or (name == "share" and ragged)])
+        used = {
+            "R": re.search(r"(dst|src)=R\b", text),
+            "local_size": ragged,
+            "shard": re.search(r"(?<![\w.])shard\(", text),
+        }
+        yield from self.head([name for name, is_used in used.items() if is_used])
         yield from table
         if self.zero3:
             yield f"UNITS = [{', '.join(unit_ranges(self.in_order()))}]  # in the order in which they are gathered"
         yield ""
         yield ""
-        yield f"class {self.class_name}(Stage):"
+        yield f"class {self.class_name}(Program):"
         if ragged:
             yield "    def sizes(self):  # that differ between ranks"
             yield from (f"        self.{name} = {text}" for name, text in ragged)
@@ -100,7 +105,7 @@ class Writer:
 
     def head(self, names: Sequence[str]) -> Iterator[str]:
         program, graph = self.program, self.program.graph
-        held = sum(bytes_held(holding, self.parts) for holding in program.holdings)
+        stored = sum(bytes_per_rank(holding, self.parts) for holding in program.parameters)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
         title = f", {program.title}" if program.title else ""
         yield f'"""{graph.name}, {kind}{title}. Generated from plan {program.plan_name}: edit the plan, not this file.'
@@ -110,15 +115,15 @@ class Writer:
         if MB in self.parts:
             yield f"time       {self.parts[MB]} microbatches; {MB} is the one that runs"
         yield f"plan       {program.plan_policy}"
-        yield from program.said
-        yield f"holds      {held / 2**20:.1f} MiB of parameters a rank"
+        yield from program.header
+        yield f"holds      {stored / 2**20:.1f} MiB of parameters a rank"
         yield '"""'
         yield ""
         yield "import torch"
         yield "import torch.nn.functional as F"
         yield ""
         yield "from shardwright import runtime"
-        yield f"from shardwright.runtime import {', '.join(['Piece', 'Stage', 'comm', *names])}"
+        yield f"from shardwright.runtime import {', '.join(sorted(['ParameterEntry', 'Program', 'comm', *names]))}"
         yield from (f'{name} = runtime.find("{path}")' for name, path in self.functions.items())
         yield ""
         yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in axes)}}}".replace("'", '"')
@@ -132,18 +137,18 @@ class Writer:
 
     def groups(self) -> list[tuple[str, ...]]:
         """The sets of axes that the program talks over."""
-        found: set[tuple[str, ...]] = {(axis.name,) for axis in self.program.mesh.axes}
-        found |= {early.axes for early in self.program.early if early.axes}
+        groups: set[tuple[str, ...]] = {(axis.name,) for axis in self.program.mesh.axes}
+        groups |= {early.axes for early in self.program.early if early.axes}
         for op in self.program.ops:
             for key in ("axes", "rows", "classes"):
                 axes = op.argument(key)
                 if isinstance(axes, tuple) and axes:
-                    found.add(axes)
-        for holding in self.program.holdings:
-            sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == FANNED)
+                    groups.add(axes)
+        for holding in self.program.parameters:
+            sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == REPLICATE)
             if sums:
-                found.add(sums)
-        return sorted(axes for axes in found if MB not in axes)
+                groups.add(sums)
+        return sorted(axes for axes in groups if MB not in axes)
 
     def constants(self) -> Iterator[str]:
         """Constants are computed when the file is loaded; those that the body reads become attributes."""
@@ -171,7 +176,7 @@ class Writer:
         if not program.early:
             return
         names = Names(program.prologue, [early.source for early in program.early], self.sizes.used)
-        words = names.bind_all(held.value for held in program.asked)
+        words = names.bind_all(item.value for item in program.prologue_inputs)
         self.fixed |= known_names(program)
         yield f"    counts = ({', '.join(counts(program))},)"
         yield ""
@@ -183,7 +188,7 @@ class Writer:
         program, graph = self.program, self.program.graph
         outputs = [name for name in (*program.outputs, *(name for _, name in program.updates)) if name is not None]
         names = Names(items, outputs, self.sizes.used)
-        words = names.bind_all(held.value for held in graph.inputs)
+        words = names.bind_all(item.value for item in graph.inputs)
         self.inputs = tuple(words)
         yield f"    def forward(self{''.join(', ' + word for word in words)}):{self.said_inputs()}"
         yield from self.body(items, names, None)
@@ -193,7 +198,7 @@ class Writer:
         yield f"        return ({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def said_inputs(self) -> str:
-        shapes = [f"{held.path} {shape_of(held.value, self.program, self.sizes)}" for held in self.program.graph.inputs]
+        shapes = [f"{item.path} {shape_of(item.value, self.program, self.sizes)}" for item in self.program.graph.inputs]
         return f"  # {', '.join(shapes)}" if shapes else ""
 
     def method(self, method: Method) -> Iterator[str]:
@@ -201,9 +206,9 @@ class Writer:
         words = names.bind_all(method.inputs)
         at = ", at" if method.lead is not None else ""
         shapes = [shape_of(name, self.program, self.sizes) for name in method.inputs]
-        said = ", ".join(f"{word} {shape}" for word, shape in zip(words, shapes, strict=True))
+        signature = ", ".join(f"{word} {shape}" for word, shape in zip(words, shapes, strict=True))
         yield f"    def {method.name}(self{at}{''.join(', ' + word for word in words)}):" + (
-            f"  # {said}" if said else ""
+            f"  # {signature}" if signature else ""
         )
         yield from self.body(method.items, names, method.lead)
         yield f"        return {', '.join(names.words[name] for name in method.outputs)}"
@@ -224,10 +229,10 @@ class Writer:
                 if wanted and wanted != context:
                     yield f"        with {wanted}:"
                 context = wanted
-                said = str(item.source) if item.source else ""
+                where = str(item.source) if item.source else ""
                 pad = "            " if wanted else "        "
-                yield pad + self.line(item, names, at, lead, "" if said == source else said)
-                source = said
+                yield pad + self.line(item, names, at, lead, "" if where == source else where)
+                source = where
             elif isinstance(item, Invoke):
                 context, source = "", ""
                 yield "        " + self.invoke(item, names, at, lead)
@@ -242,8 +247,8 @@ class Writer:
         """The units that an op reads; methods open their own."""
         if not self.zero3 or not isinstance(item, Op):
             return []
-        held = [self.holdings[name] for name in item.inputs if name in self.holdings]
-        return list(dict.fromkeys(unit_of(h.key) for h in held if any(level == 3 for _, level in h.zero)))
+        parameters = [self.parameters[name] for name in item.inputs if name in self.parameters]
+        return list(dict.fromkeys(unit_of(h.key) for h in parameters if any(level == 3 for _, level in h.zero)))
 
     def in_order(self) -> list[str]:
         """The units that methods open, in the order of their first use."""
@@ -259,7 +264,7 @@ class Writer:
     def context(self, op: Op, lead: str | None) -> str:
         """What stands behind the `with` around a line; nothing for most."""
         contexts: list[str] = []
-        if is_drawn_whole(op):
+        if is_random(op):
             inside = lead is not None and op.name.startswith(lead)
             key = f'f"{{at}}{op.name[len(lead or "") :]}"' if inside else f'"{op.name}"'
             contexts.append(f"self.random.drawing({key})")
@@ -283,12 +288,12 @@ class Writer:
     def without_own(self, op: Op) -> Op:
         """An opaque part finds the parameters and buffers that are in their places by itself."""
         lead = op.argument("op_key").split("@")[0]
-        given = [
+        passed = [
             (name, slot)
             for name, slot in zip(op.argument("names"), op.argument("held"), strict=True)
             if self.paths.get(op.inputs[slot.index]) != (f"{lead}.{name}" if lead else name)
         ]
-        return op.with_arguments(names=tuple(name for name, _ in given), held=tuple(slot for _, slot in given))
+        return op.with_arguments(names=tuple(name for name, _ in passed), held=tuple(slot for _, slot in passed))
 
     def relative(self, op: Op, lead: str | None) -> Op:
         """In a layer's method the key of a random op is said relative to the layer."""
@@ -318,17 +323,17 @@ class Writer:
             words.append(names.bind(name, at, words))
         return f"{', '.join(words)} = {_call(item.method, inputs, item.recompute)}"
 
-    def loop(self, loop: Loop, names: Names, at: int) -> Iterator[str]:
+    def loop(self, loop: LayerLoop, names: Names, at: int) -> Iterator[str]:
         carried = dict(loop.carried)
         words = [self.ref(name, names, None) for name in loop.inputs]
-        kept = [word for word in words if word.isidentifier()]  # every call of the loop reads them
+        reserved = [word for word in words if word.isidentifier()]  # every call of the loop reads them
         for place, name in enumerate(loop.inputs):
             if place in carried:
                 value, before = loop.results[carried[place]], words[place]
                 alive = names.last.get(name, -1) > at or not before.isidentifier()
-                word = names.bind(value, at, kept) if alive else before
+                word = names.bind(value, at, reserved) if alive else before
                 names.use(value, word)
-                kept.append(word)
+                reserved.append(word)
                 if word != before:
                     yield f"        {word} = {before}"
                 words[place] = word
@@ -341,7 +346,7 @@ class Writer:
             if place in by_output:
                 results.append(by_output[place])
             else:
-                results.append(names.bind(value, at, [*results, *kept]))
+                results.append(names.bind(value, at, [*results, *reserved]))
         span = "" if (loop.first, loop.last + 1) == (0, loop.total) else f"[{loop.first}:{loop.last + 1}]"
         yield f"        for at in {self.root}{_path(loop.path)}{span}:"
         if self.zero3:
@@ -353,9 +358,9 @@ class Writer:
             for number, value in enumerate(values):
                 names.words[value] = f"{lists[place]}[{number}]"
 
-    def _list_name(self, loop: Loop, place: int, names: Names) -> str:
-        word = f"every_{wish(loop.results[place])}"
-        while word in names.held or word in names.taken:
+    def _list_name(self, loop: LayerLoop, place: int, names: Names) -> str:
+        word = f"every_{preferred_name(loop.results[place])}"
+        while word in names.bound or word in names.taken:
             word += "_"
         names.taken.add(word)
         return word
@@ -384,9 +389,9 @@ def _call(method: Method, words: Sequence[str], recompute: bool) -> str:
 
 def _path(key: str) -> str:
     """A state-dict key as attribute access."""
-    found = ""
+    text = ""
     for part in key.split("."):
         if not part:
             continue
-        found += f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f'["{part}"]'
-    return found
+        text += f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f'["{part}"]'
+    return text

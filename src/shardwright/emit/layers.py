@@ -22,9 +22,9 @@ from itertools import groupby
 from typing import Any
 
 from ..ir import Op
-from ..lower import Program, Size
+from ..lower import LoweredProgram, Size
 from ..plan import region_path
-from ..rules import is_drawn_whole
+from ..rules import is_random
 from .sizes import SizeNames
 
 RESERVED = frozenset(
@@ -59,7 +59,7 @@ class Invoke:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class LayerLoop:
     """A method called for layers `first` to `last` of a list."""
 
     method: Method
@@ -79,12 +79,12 @@ class Loop:
         return (*(name for _, name in self.finals), *(name for _, names in self.collected for name in names))
 
 
-Item = Op | Invoke | Loop
+Item = Op | Invoke | LayerLoop
 
 
 def layer_of(module_path: str) -> tuple[str, int] | None:
-    found = _LAYER.match(module_path)
-    return (found[1] or "", int(found[2])) if found else None
+    match = _LAYER.match(module_path)
+    return (match[1] or "", int(match[2])) if match else None
 
 
 @dataclass
@@ -112,11 +112,11 @@ class _Run:
 class Folder:
     """Finds the loops of a program."""
 
-    def __init__(self, program: Program, sizes: SizeNames) -> None:
+    def __init__(self, program: LoweredProgram, sizes: SizeNames) -> None:
         self.program, self.sizes = program, sizes
-        self.keys = {holding.value: holding.key for holding in program.holdings}
+        self.keys = {holding.value: holding.key for holding in program.parameters}
         self.keys |= {buffer.value: buffer.key for buffer in program.graph.buffers}
-        self.held = set(self.keys) | {name for op in program.constants for name in op.outputs}
+        self.stored = set(self.keys) | {name for op in program.constants for name in op.outputs}
         self.readers: dict[str, list[int]] = {}
         for number, op in enumerate(program.body):
             for name in op.inputs:
@@ -129,17 +129,17 @@ class Folder:
         self.names = {*self.tops, *program.graph.branches}
         self.totals: dict[str, int] = {}
         for op in program.body:
-            found = layer_of(op.module_path)
-            if found:
-                self.totals[found[0]] = max(self.totals.get(found[0], 0), found[1] + 1)
+            layer = layer_of(op.module_path)
+            if layer:
+                self.totals[layer[0]] = max(self.totals.get(layer[0], 0), layer[1] + 1)
 
     def fold(self) -> tuple[Item, ...]:
         """The items of `forward`; the methods they call are in `self.methods`, in order."""
         items: list[Item] = []
         for wide, runs in groupby(self._runs(), key=lambda run: run.wide):
-            held = list(runs)
-            folded = self._fold(held)
-            items += folded if wide is None else [self._region([op for run in held for op in run.ops], None, folded)]
+            listed = list(runs)
+            folded = self._fold(listed)
+            items += folded if wide is None else [self._region([op for run in listed for op in run.ops], None, folded)]
         return tuple(items)
 
     def _fold(self, runs: list[_Run]) -> list[Item]:
@@ -166,11 +166,11 @@ class Folder:
         """A run that no loop takes in: by the method of layers like it, if there is one, else written out."""
         if run.index < 0:
             return list(run.ops) if run.wide else self._regions(run.ops, None)
-        made = self._made(run)
-        returned = tuple(at for at, name in enumerate(made) if name in run.outputs)
+        produced = self._produced(run)
+        returned = tuple(at for at, name in enumerate(produced) if name in run.outputs)
         if (self._plain(run), returned) in self.layers or run.whole:
             method = self._method(run, returned)
-            outputs = tuple(made[at] for at in returned)
+            outputs = tuple(produced[at] for at in returned)
             return [Invoke(method, tuple(run.externals), outputs, run.lead, run.whole is not None)]
         return list(run.ops) if run.wide else self._regions(run.ops, run.lead)
 
@@ -186,18 +186,18 @@ class Folder:
         number = 0
         for run in runs:
             run.numbers = range(number, number + len(run.ops))
-            self.maker.update(dict.fromkeys(self._made(run), run.numbers))
+            self.maker.update(dict.fromkeys(self._produced(run), run.numbers))
             self._describe(run, number)
             number += len(run.ops)
         return runs
 
     def _wide(self) -> set[str]:
         """The regions that span several layers, or a layer and something else."""
-        found: dict[str, set[tuple[str, int] | None]] = {}
+        numbers: dict[str, set[tuple[str, int] | None]] = {}
         for op in self.program.body:
             if op.region is not None:
-                found.setdefault(op.region, set()).add(layer_of(op.module_path))
-        return {region for region, layers in found.items() if len(layers) > 1}
+                numbers.setdefault(op.region, set()).add(layer_of(op.module_path))
+        return {region for region, layers in numbers.items() if len(layers) > 1}
 
     def _describe(self, run: _Run, start: int) -> None:
         if run.index < 0:
@@ -212,7 +212,7 @@ class Folder:
                     refs.append(inside[name])
                 elif name in self.keys and self.keys[name].startswith(run.lead + "."):
                     refs.append(("at", self.keys[name][len(run.lead) :]))
-                elif name in self.held:
+                elif name in self.stored:
                     refs.append(("held", name))
                 else:
                     if name not in run.externals:
@@ -224,7 +224,7 @@ class Folder:
                 for name in op.outputs
             )
             region = regions.setdefault(op.region, len(regions)) if op.region and not run.wide else None
-            drawn = op.name.removeprefix(run.lead) if is_drawn_whole(op) else None
+            drawn = op.name.removeprefix(run.lead) if is_random(op) else None
             key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, drawn, region))
             for index, name in enumerate(op.outputs):
                 inside[name] = (number, index)
@@ -240,19 +240,19 @@ class Folder:
         if isinstance(value, Size):
             return self.sizes.text(value)
         if isinstance(value, tuple):
-            return tuple(self._argument("", held, run) for held in value)
+            return tuple(self._argument("", item, run) for item in value)
         if isinstance(value, dict):
-            return tuple((key, self._argument("", held, run)) for key, held in value.items())
+            return tuple((key, self._argument("", item, run)) for key, item in value.items())
         return value
 
     def _follows(self, a: _Run, b: _Run) -> bool:
         return a.path == b.path and a.index >= 0 and b.index == a.index + 1 and a.key == b.key
 
-    def _loop(self, runs: list[_Run]) -> Loop | None:
+    def _loop(self, runs: list[_Run]) -> LayerLoop | None:
         first, last = runs[0], runs[-1]
-        places = [{name: at for at, name in enumerate(self._made(run))} for run in runs]
+        places = [{name: at for at, name in enumerate(self._produced(run))} for run in runs]
         used = sorted({place[name] for run, place in zip(runs, places, strict=True) for name in run.outputs})
-        made = [self._made(run) for run in runs]
+        produced = [self._produced(run) for run in runs]
         carried: list[tuple[int, int]] = []
         for at in range(len(first.externals)):
             column = [run.externals[at] for run in runs]
@@ -272,7 +272,7 @@ class Folder:
         collected: list[tuple[int, tuple[str, ...]]] = []
         moved = {place for _, place in carried}
         for place in used:
-            column = [names[place] for names in made]
+            column = [names[place] for names in produced]
             outside = [
                 self._read_outside(name, runs[i + 1] if i + 1 < len(runs) else None) for i, name in enumerate(column)
             ]
@@ -283,7 +283,7 @@ class Folder:
         returned = sorted({*moved, *(place for place, _ in finals), *(place for place, _ in collected)})
         rank = {place: at for at, place in enumerate(returned)}
         method = self._method(first, tuple(returned))
-        return Loop(
+        return LayerLoop(
             method=method,
             path=first.path,
             first=first.index,
@@ -292,21 +292,21 @@ class Folder:
             inputs=tuple(first.externals),
             carried=tuple((at, rank[place]) for at, place in carried),
             finals=tuple((rank[place], name) for place, name in finals),
-            results=tuple(made[-1][place] for place in returned),
+            results=tuple(produced[-1][place] for place in returned),
             collected=tuple((rank[place], names) for place, names in collected),
             recompute=first.whole is not None,
         )
 
-    def _made(self, run: _Run) -> list[str]:
+    def _produced(self, run: _Run) -> list[str]:
         return [name for op in run.ops for name in op.outputs]
 
     def _read_outside(self, name: str, following: _Run | None) -> bool:
         """Whether something other than the next run reads a value."""
         if name in self.needed:
             return True
-        made = self.maker[name]
+        producer = self.maker[name]
         for reader in self.readers.get(name, ()):
-            if reader in made or (following is not None and reader in following.numbers):
+            if reader in producer or (following is not None and reader in following.numbers):
                 continue
             return True
         return False
@@ -319,22 +319,22 @@ class Folder:
         """The method of a layer that returns its values at some places; layers that do the same share it."""
         key = (self._plain(run), returned)
         if key not in self.layers:
-            made = self._made(run)
+            produced = self._produced(run)
             items = run.ops if run.whole or run.wide else self._regions(run.ops, run.lead)
             self.layers[key] = Method(
                 name=self._free(_singular(run.path)),
                 inputs=tuple(run.externals),
-                outputs=tuple(made[place] for place in returned),
+                outputs=tuple(produced[place] for place in returned),
                 items=tuple(items),
                 lead=run.lead,
             )
             self.methods.append(self.layers[key])
         return self.layers[key]
 
-    def _free(self, wish: str) -> str:
-        name, number = wish, 2
+    def _free(self, preferred: str) -> str:
+        name, number = preferred, 2
         while name in self.names:
-            name, number = f"{wish}_{number}", number + 1
+            name, number = f"{preferred}_{number}", number + 1
         self.names.add(name)
         return name
 
@@ -342,13 +342,13 @@ class Folder:
         """Runs of ops that are recomputed become methods of their own."""
         items: list[Item] = []
         for region, group in groupby(ops, key=lambda op: op.region):
-            held = list(group)
-            items += held if region is None else [self._region(held, lead, held)]
+            run = list(group)
+            items += run if region is None else [self._region(run, lead, run)]
         return items
 
     def _region(self, ops: Sequence[Op], lead: str | None, items: Sequence[Item]) -> Invoke:
         inside = {name for op in ops for name in op.outputs}
-        inputs = dict.fromkeys(n for op in ops for n in op.inputs if n not in inside and n not in self.held)
+        inputs = dict.fromkeys(n for op in ops for n in op.inputs if n not in inside and n not in self.stored)
         own = {op.name for op in ops}
         outputs = [
             name

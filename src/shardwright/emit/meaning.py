@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
-from ..layout import Block, Cut, share
-from ..lower import Program, Size
+from ..layout import Block, Shard, chunk_bounds
+from ..lower import LoweredProgram, Size
 from ..plan.pipeline import MB
 from .parse import UnreadableLineError, base_name, dotted, parse_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 GROUPS = ("axes", "rows", "classes", "home")
-"""Arguments of converters and of the runtime's ops that name axes; a line has their group."""
+"""Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
 _LABELS = {"ignore_index": -100, "reduction": 1}
 UNSAID: dict[str, dict[str, Any]] = {
@@ -33,6 +33,9 @@ UNSAID: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Values that an op and its line may say or leave out, the one without the other."""
 
+STATES = {"comm.all_reduce_to_r": "dst", "comm.all_gather_to_r": "dst", "comm.shard_from_r": "src"}
+"""Reshards that are said with a state, `dst=R`: the keyword of each."""
+
 NOT_PRINTED = {
     "call.opaque": ("names", "batch", "rule"), "runtime.experts": ("names", "batch", "rule"),
     "call.cond": ("operands", "then_takes", "other_takes"),
@@ -47,7 +50,7 @@ Place = Mapping[str, int]
 class FileNames:
     """What names mean everywhere in a file."""
 
-    program: Program
+    program: LoweredProgram
     keys: Mapping[str, str]  # the key of a parameter or buffer -> its value
     sizes: Mapping[str, int]
     uneven: Mapping[str, ast.expr]  # attributes that hold sizes which differ between ranks
@@ -120,11 +123,11 @@ class Scope:
                 return None
             signs = {ast.Add: left + right, ast.Mult: left * right}
             return signs.get(type(node.op))
-        if isinstance(node, ast.Call) and dotted(node.func) == "share":
-            whole, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
-            if not isinstance(whole, int) or axis not in place:
+        if isinstance(node, ast.Call) and dotted(node.func) == "local_size":
+            total, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
+            if not isinstance(total, int) or axis not in place:
                 return None
-            return share(whole, self.file.program.mesh.sizes[axis], place[axis])[1]
+            return chunk_bounds(total, self.file.program.mesh.sizes[axis], place[axis])[1]
         if isinstance(node, ast.Call) and dotted(node.func) == "float" and isinstance(node.args[0], ast.Constant):
             return float(node.args[0].value)  # type: ignore[arg-type]
         return None
@@ -137,8 +140,8 @@ class Scope:
         if isinstance(value, Size):
             sizes = self.file.program.mesh.sizes
             return all(self.number(node, place) == value.local(sizes, place) for place in self.file.places)
-        if isinstance(value, Cut):
-            return self.cut(node) == value
+        if isinstance(value, Shard):
+            return self.sharding(node) == value
         if isinstance(value, tuple):
             items = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
             return len(items) == len(value) and all(self.means(*pair, op) for pair in zip(items, value, strict=True))
@@ -175,15 +178,15 @@ class Scope:
         name = dotted(node).removeprefix("self.")
         return tuple(name.split("_")) if dotted(node).startswith("self.") and name in {*self.file.groups, MB} else None
 
-    def cut(self, node: ast.expr) -> Cut | None:
-        """`cut("tp", 3, 2, 16)` or `cut("tp", (1, 4, 8), (1, 2, 8), repeat=2)`."""
-        if not isinstance(node, ast.Call) or dotted(node.func) != "cut":
+    def sharding(self, node: ast.expr) -> Shard | None:
+        """`shard("tp", 3, 2, 16)` or `shard("tp", (1, 4, 8), (1, 2, 8), repeat=2)`."""
+        if not isinstance(node, ast.Call) or dotted(node.func) != "shard":
             return None
         try:
             axis, *rest = (ast.literal_eval(arg) for arg in node.args)
             rows = rest if rest and isinstance(rest[0], tuple) else [tuple(rest)]
             repeat = next((ast.literal_eval(key.value) for key in node.keywords if key.arg == "repeat"), 1)
-            return Cut(axis=axis, blocks=tuple(Block(*row) for row in rows), repeat=repeat)
+            return Shard(axis=axis, blocks=tuple(Block(*row) for row in rows), repeat=repeat)
         except (ValueError, TypeError):
             return None
 
@@ -217,6 +220,8 @@ def expected(op: Op, scope: Scope) -> dict[str, Any]:
     if op.target.startswith("comm."):
         for flag in ("later", "in_place"):  # they choose the callee
             arguments.pop(flag, None)
+        if op.target in STATES:
+            arguments[STATES[op.target]] = "R"
         return {"x": Slot(0), **arguments}
     if op.target == "call.cond":
         operands = op.argument("operands")
@@ -238,6 +243,8 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
     aten = op.target.startswith(("aten.", "weights."))
     if name in GROUPS and isinstance(value, tuple) and not aten:
         return scope.group(node) == value if value else _is_constant(node, None)
+    if name == STATES.get(op.target):
+        return isinstance(node, ast.Name) and node.id == value
     if name == "reduction":
         named = REDUCTIONS.get(str(node.value)) if isinstance(node, ast.Constant) else None
         return named == value or scope.means(node, value, op)
@@ -246,9 +253,9 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
         return len(items) == len(value) and all(
             isinstance(item, ast.Tuple)
             and scope.means(item.elts[0], dim, op)
-            and scope.group(item.elts[1]) == (cut.axis,)
-            and scope.means(item.elts[2], cut, op)
-            for item, (dim, cut) in zip(items, value, strict=True)
+            and scope.group(item.elts[1]) == (shard.axis,)
+            and scope.means(item.elts[2], shard, op)
+            for item, (dim, shard) in zip(items, value, strict=True)
         )
     if op.target.startswith("call.") and isinstance(node, ast.Attribute) and isinstance(value, str):
         return dotted(node) == f"self.{value}"  # a branch is a method
@@ -258,7 +265,7 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
 def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], scope: Scope) -> bool:
     if value is None or (name in unsaid and unsaid[name] == value):
         return True
-    if name in ("cut", "to_cut") and (op.target.startswith("comm.") or op.target == "runtime.gather_linears"):
+    if name in ("sharding", "to_sharding") and op.target.startswith(("comm.", "runtime.all_gather_linears")):
         return _is_plain(value, op, scope)
     if op.target == "aten.slice.Tensor" and name == "end":
         return isinstance(value, int) and value > 1 << 60
@@ -269,12 +276,12 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
     return not op.target.startswith("aten.") and value in (False, ())
 
 
-def _is_plain(cut: Cut, op: Op, scope: Scope) -> bool:
+def _is_plain(shard: Shard, op: Op, scope: Scope) -> bool:
     """Whether a cut is the even contiguous one, which is what is meant where none is said."""
     parts = 1
     for axis in op.argument("axes"):
         parts *= scope.file.program.mesh.sizes[axis]
-    return cut.simple(parts) and cut.blocks[0].size == parts
+    return shard.simple(parts) and shard.blocks[0].size == parts
 
 
 def _is_constant(node: ast.expr, value: object) -> bool:

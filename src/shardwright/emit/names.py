@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Iterable, Sequence
 
-from ..lower.program import base_of
+from ..lower.program import graph_value
 from .layers import Item
 
 RESERVED = {
@@ -17,13 +17,14 @@ RESERVED = {
     "torch",
     "comm",
     "runtime",
-    "cut",
-    "share",
-    "Piece",
-    "Stage",
+    "shard",
+    "local_size",
+    "ParameterEntry",
+    "Program",
+    "R",
     "MESH",
     "GROUPS",
-    "PIECES",
+    "PARAMETERS",
     "UNITS",
     *keyword.kwlist,
     *dir(builtins),
@@ -31,9 +32,9 @@ RESERVED = {
 _SUFFIX = re.compile(r"(_\d+)+$")
 
 
-def wish(value: str) -> str:
+def preferred_name(value: str) -> str:
     """The word that a value would like to be called."""
-    word = _SUFFIX.sub("", base_of(value)) or "x"
+    word = _SUFFIX.sub("", graph_value(value)) or "x"
     word = re.sub(r"\W", "_", word)
     return word if word.isidentifier() else f"v_{word}"
 
@@ -49,16 +50,16 @@ class Names:
                 self.last[name] = at
         for name in outputs:
             self.last[name] = len(items)
-        self.held: dict[str, str] = {}  # word -> the value it stands for now
+        self.bound: dict[str, str] = {}  # word -> the value it stands for now
         self.words: dict[str, str] = {}
 
     def bind(self, value: str, at: int, keep: Iterable[str] = ()) -> str:
         """A word for a value made by item `at`; words of values that die there may be used again."""
-        word, number = wish(value), 1
+        word, number = preferred_name(value), 1
         kept = set(keep)
-        while word in self.taken or word in kept or (word in self.held and self.last.get(self.held[word], -1) > at):
-            word, number = f"{wish(value)}_{number}", number + 1
-        self.held[word] = value
+        while word in self.taken or word in kept or (word in self.bound and self.last.get(self.bound[word], -1) > at):
+            word, number = f"{preferred_name(value)}_{number}", number + 1
+        self.bound[word] = value
         self.words[value] = word
         return word
 
@@ -70,5 +71,5 @@ class Names:
         return words
 
     def use(self, value: str, word: str) -> None:
-        self.held[word] = value
+        self.bound[word] = value
         self.words[value] = word

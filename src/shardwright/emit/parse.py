@@ -55,31 +55,38 @@ FORMS = {
     "einsum": "torch.einsum(equation, *tensors)", "broadcast_tensors": "torch.broadcast_tensors(*tensors)",
     **{f"conv{n}d": f"F.conv{n}d(input, weight, bias, stride, padding, dilation, groups)" for n in (1, 2, 3)},
     "conv_transpose2d": "F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)",
-    "runtime.embedding_rows": "runtime.embedding_rows(indices, weight, axes, cut, rows, padding_idx)",
+    "runtime.embedding_rows": "runtime.embedding_rows(indices, weight, axes, sharding, rows, padding_idx)",
     "runtime.cross_entropy": (
-        "runtime.cross_entropy(self, target, rows, classes, cut, size, weight, ignore_index, reduction, "
+        "runtime.cross_entropy(self, target, rows, classes, sharding, size, weight, ignore_index, reduction, "
         "label_smoothing, count, whole)"
     ),
     "runtime.nll_loss": "runtime.nll_loss(self, target, rows, weight, ignore_index, reduction, count, whole)",
     "runtime.begin_count": "runtime.begin_count(target, rows, weight, ignore_index)",
     "runtime.count_labels": "runtime.count_labels(target, weight, ignore_index)",
     "runtime.dropout": "self.random.dropout(x, p, op_key, splits, train)",
-    "comm.exchange": "comm.exchange(x, dim, to_dim, axes, cut, to_cut)",
-    "comm.reduce": "comm.reduce(x, axes, op)",
-    **{f"comm.{kind}": f"comm.{kind}(x, axes)"
-       for kind in ("fan_in", "fan_out", "fan_in_out", "on_first", "gradient_on_first")},
-    **{f"comm.{kind}": f"comm.{kind}(x, dim, axes, cut)"
-       for kind in ("gather", "gather_sum", "take", "take_pad", "reduce_scatter", "pad")},
+    "comm.all_to_all": "comm.all_to_all(x, dim, to_dim, axes, sharding, to_sharding)",
+    "comm.reduce": "comm.all_reduce(x, axes, op)",
+    **{f"comm.{kind}": f"comm.{kind}(x, axes)" for kind in ("all_reduce", "replicate", "partial", "invariant")},
+    **{f"comm.{kind}": f"comm.{kind}(x, dim, axes, sharding)"
+       for kind in ("all_gather", "shard", "reduce_scatter", "zero_pad")},
+    "comm.all_reduce_to_r": "comm.all_reduce(x, axes, dst)",
+    "comm.all_gather_to_r": "comm.all_gather(x, dim, axes, sharding, dst)",
+    "comm.shard_from_r": "comm.shard(x, dim, axes, sharding, src)",
 }  # fmt: skip
 """How the line of an op reads: the callee, and the op's arguments in the callee's order; `x` is its first argument."""
 
-KEYWORDS = {"comm.exchange": {"gather_cut": "cut", "take_cut": "to_cut"}, "runtime.dropout": {"training": "train"}}
+KEYWORDS = {
+    "comm.all_to_all": {"gather_sharding": "sharding", "shard_sharding": "to_sharding"},
+    "runtime.dropout": {"training": "train"},
+}
 """Keywords of a callee that an op has other names for."""
 
 NAMED_ONLY = {
     "cross_entropy_loss": 2, "mse_loss": 2, "l1_loss": 2, "softmax": 2, "log_softmax": 2, "sum": 1, "mean": 1,
     "runtime.cross_entropy": 2, "runtime.nll_loss": 2, "runtime.begin_count": 1, "runtime.count_labels": 1,
-    "runtime.dropout": 3, "runtime.embedding_rows": 4, "comm.exchange": 4, "addmm": 3, "constant_pad_nd": 2, "pad": 2,
+    "runtime.dropout": 3, "runtime.embedding_rows": 4, "comm.all_to_all": 4, "comm.reduce": 2,
+    "comm.all_reduce_to_r": 2, "comm.all_gather_to_r": 4, "comm.shard_from_r": 4, "addmm": 3, "constant_pad_nd": 2,
+    "pad": 2,
     "scaled_dot_product_attention": 3, "gelu": 1, "embedding": 2,
 }  # fmt: skip
 """How many arguments of a form are given by position; the callee has others between or before the rest."""
@@ -184,7 +191,7 @@ def _called(op: Op, callee: str) -> str:
     if op.target.startswith("weights."):
         return f"self.weights.{callee.split('.', 1)[1]}"
     if op.argument("later"):
-        return "runtime.fan_in_later"
+        return "runtime.all_reduce_pending"
     return f"{callee}_" if op.argument("in_place") else callee
 
 
@@ -294,18 +301,18 @@ def _linears(op: Op, node: ast.expr) -> Arguments:
     """One layer by its weight and bias, several by lists of them."""
     if not isinstance(node, ast.Call):
         raise UnreadableLineError("it is no call")
-    lead = "input, dim, axes" if op.target == "runtime.gather_linears" else "input, axes"
+    lead = "input, dim, axes" if op.target == "runtime.all_gather_linears" else "input, axes"
     if len(op.argument("weights")) > 1:
         return _by_form(op, node, f"{op.target}({lead}, weights, biases)")
     read = _by_form(op, node, f"{op.target.removesuffix('s')}({lead}, weights, biases)")
     return {name: _tuple([value]) if name in ("weights", "biases") else value for name, value in read.items()}
 
 
-def _own(op: Op, node: ast.expr) -> Arguments:
-    """`runtime.own(path, label, group, size)(...)`: a custom algorithm, and what it is called with."""
+def _custom_algorithm(op: Op, node: ast.expr) -> Arguments:
+    """`runtime.custom_algorithm(path, label, group, size)(...)`: a custom algorithm, and what it is called with."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Call):
         raise UnreadableLineError("it is no call of a custom algorithm")
-    read = _by_form(op, node.func, "runtime.own(path, label, axes, size)")
+    read = _by_form(op, node.func, "runtime.custom_algorithm(path, label, axes, size)")
     pairs = [*(("", value) for value in node.args), *keywords(node)]
     return read | {"given": _tuple([_tuple([ast.Constant(value=name), value]) for name, value in pairs])}
 
@@ -340,8 +347,8 @@ def _tuple(items: list[ast.expr]) -> ast.expr:
 
 SPECIAL: dict[str, Callable[[Op, ast.expr], Arguments]] = {
     "slice": _slice, "select": _select, "index": _index, "convolution": _conv, "runtime.batch_norm": _batch_norm,
-    "runtime.attention": _attention, "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears,
-    "runtime.own": _own, "call.opaque": _opaque, "runtime.experts": _opaque,
+    "runtime.attention": _attention, "runtime.replicate_linears": _linears, "runtime.all_gather_linears": _linears,
+    "runtime.custom_algorithm": _custom_algorithm, "call.opaque": _opaque, "runtime.experts": _opaque,
     "call.cond": _control_flow("predicate", "then", "then_operands", "other", "other_operands"),
     "call.scan": _control_flow("step", "init", "xs", "held"),
     "call.while_loop": _control_flow("test", "body", "carried", "held"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
-from ..layout import Cut
+from ..layout import Shard
 from ..lower import Size
 from .sizes import SizeNames
 
@@ -49,13 +49,13 @@ class Printing:
             return self.sizes.text(value)
         if isinstance(value, Dtype):
             return f"torch.{value}"
-        if isinstance(value, Cut):
-            return show_cut(value)
+        if isinstance(value, Shard):
+            return show_shard(value)
         if isinstance(value, tuple):
-            inner = ", ".join(self.show(held) for held in value)
+            inner = ", ".join(self.show(item) for item in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{self.show(name)}: {self.show(held)}' for name, held in value.items())}}}"
+            return f"{{{', '.join(f'{self.show(name)}: {self.show(item)}' for name, item in value.items())}}}"
         if type(value) is str:
             return json.dumps(value)  # in double quotes, as everything else in the file
         if isinstance(value, float) and value in (float("inf"), float("-inf")):
@@ -67,7 +67,7 @@ class Printing:
     def listed(self, name: str) -> str:
         """A list argument without its brackets."""
         value = self.literal(name)
-        return ", ".join(self.show(held) for held in value) if isinstance(value, tuple) else self.show(value)
+        return ", ".join(self.show(item) for item in value) if isinstance(value, tuple) else self.show(value)
 
     def options(self, *names: str) -> str:
         """Keyword arguments that were given, each after a comma."""
@@ -81,19 +81,19 @@ class Printing:
         return math.prod(self.parts[axis] for axis in axes)
 
 
-def show_cut(cut: Cut) -> str:
-    """A cut as generated code says it: cut("tp"), cut("tp", 3, 8, 32), cut("tp", (1, 4, 8), (1, 2, 8))."""
-    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in cut.blocks]
-    if len(cut.blocks) == 1:
-        (block,) = cut.blocks
+def show_shard(shard: Shard) -> str:
+    """A shard as generated code says it: shard("tp"), shard("tp", 3, 8, 32), shard("tp", (1, 4, 8), (1, 2, 8))."""
+    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in shard.blocks]
+    if len(shard.blocks) == 1:
+        (block,) = shard.blocks
         blocks = [str(block.outer), str(block.size), str(block.inner)]
-    repeat = f", repeat={cut.repeat}" if cut.repeat != 1 else ""
-    return f'cut("{cut.axis}", {", ".join(blocks)}{repeat})'
+    repeat = f", repeat={shard.repeat}" if shard.repeat != 1 else ""
+    return f'shard("{shard.axis}", {", ".join(blocks)}{repeat})'
 
 
-def plain(cut: Cut | None, parts: int) -> bool:
-    """Whether a cut is the even contiguous one, which needs no words."""
-    return cut is None or (cut.simple(parts) and cut.blocks[0].size == parts)
+def plain(shard: Shard | None, parts: int) -> bool:
+    """Whether a shard is the even contiguous one, which needs no words."""
+    return shard is None or (shard.simple(parts) and shard.blocks[0].size == parts)
 
 
 def axes_text(axes: tuple[str, ...]) -> str:

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..lower import Factor, Program, Size
+from ..lower import LoweredProgram, Size, SizeFactor
 from ..rules import Analysis
 
 SPARE = "NKLPQUWXYZ"
 
 
-def kinds(facts: Analysis) -> dict[int, str]:
+def kinds(analysis: Analysis) -> dict[int, str]:
     """A letter for every atom that means something."""
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
 
     def mark(dim: tuple[int, ...], letter: str) -> None:
-        for atom in facts.atoms.expand(dim):
-            found.setdefault(atom, letter)
+        for atom in analysis.atoms.expand(dim):
+            kinds.setdefault(atom, letter)
 
-    mark(facts.batch_dim, "B")
-    for signature in facts.signatures.values():
+    mark(analysis.batch_dim, "B")
+    for signature in analysis.signatures.values():
         kind = signature.op.target.split(".")[1]
         labels = signature.labels
         if "attention" in kind:
-            heads = facts.atoms.expand(labels.get("g", ()))
+            heads = analysis.atoms.expand(labels.get("g", ()))
             mark(heads[:1], "H")
             for label, letter in (("g", "R"), ("r", "R"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
                 if label in labels:
@@ -35,34 +35,34 @@ def kinds(facts: Analysis) -> dict[int, str]:
         elif kind == "embedding":
             mark(labels.get("v", ()), "V")
             mark(labels.get("d", ()), "D")
-    for held in facts.graph.inputs:
-        dims = facts.dims[held.value]
-        if len(dims) == 2 and not facts.graph.values[held.value].floating:
+    for item in analysis.graph.inputs:
+        dims = analysis.dims[item.value]
+        if len(dims) == 2 and not analysis.graph.values[item.value].floating:
             mark(dims[1], "S")
-    for signature in facts.signatures.values():
+    for signature in analysis.signatures.values():
         kind = signature.op.target.split(".")[1]
-        dims = facts.dims[signature.op.outputs[0]]
+        dims = analysis.dims[signature.op.outputs[0]]
         if "norm" in kind and signature.rule is not None and "batch" not in kind and dims:
             mark(dims[-1], "D")
         if "conv" in kind:
             for label in ("c", "o"):
                 mark(signature.labels.get(label, ()), "C")
-        if kind in ("linear", "mm") and len(facts.atoms.expand(signature.labels.get("n", ()))) == 1:
+        if kind in ("linear", "mm") and len(analysis.atoms.expand(signature.labels.get("n", ()))) == 1:
             mark(signature.labels["n"], "M")
-    return found
+    return kinds
 
 
 class SizeNames:
     """Hands out names as sizes are printed, and remembers them for the head of the file."""
 
-    def __init__(self, program: Program, taken: Iterable[str] = ()) -> None:
+    def __init__(self, program: LoweredProgram, taken: Iterable[str] = ()) -> None:
         self.program = program
-        self.kinds = kinds(program.facts)
+        self.kinds = kinds(program.analysis)
         self.whole: dict[tuple[str, int], str] = {}
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
-        self.uneven: dict[str, Factor] = {}
+        self.uneven: dict[str, SizeFactor] = {}
         self.used: set[str] = set(taken)  # names that stand for something else in the file, such as its class
-        keys = (*(h.key for h in program.holdings), *(b.key for b in program.graph.buffers))
+        keys = (*(h.key for h in program.parameters), *(b.key for b in program.graph.buffers))
         self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
 
     def text(self, size: Size) -> str:
@@ -73,43 +73,43 @@ class SizeNames:
         text = self.text(size)
         return f"({text})" if " + " in text else text
 
-    def _product(self, section: tuple[Factor, ...]) -> str:
+    def _product(self, section: tuple[SizeFactor, ...]) -> str:
         """Neighbours of one kind that nothing cuts (the two factors of a rotary head) print as one."""
-        joined: list[Factor] = []
+        joined: list[SizeFactor] = []
         for factor in section:
             last = joined[-1] if joined else None
             if last is not None and not last.axes and not factor.axes and self._kind(last) == self._kind(factor):
-                joined[-1] = Factor(last.size * factor.size, last.atom)
+                joined[-1] = SizeFactor(last.size * factor.size, last.atom)
             elif factor.size != 1:
                 joined.append(factor)
         return " * ".join(self._factor(factor) for factor in joined) or "1"
 
-    def _kind(self, factor: Factor) -> str | None:
+    def _kind(self, factor: SizeFactor) -> str | None:
         return self.kinds.get(factor.atom) if factor.atom is not None else None
 
-    def _factor(self, factor: Factor) -> str:
+    def _factor(self, factor: SizeFactor) -> str:
         if not factor.axes and self._kind(factor) is None:
             return str(factor.size)
         letter = self._kind(factor) or "N"
-        whole = self._whole_name(letter, factor.size)
+        total = self._whole_name(letter, factor.size)
         if not factor.axes:
-            return whole
+            return total
         key = (letter, factor.size, factor.axes)
         if key not in self.local:
-            clash = self._ragged(factor) and whole.lower() in self.parts
-            self.local[key] = self._free(f"{whole.lower()}_share" if clash else whole.lower())
+            clash = self._ragged(factor) and total.lower() in self.parts
+            self.local[key] = self._free(f"{total.lower()}_share" if clash else total.lower())
             if self._ragged(factor):
                 self.uneven[self.local[key]] = factor
         name = self.local[key]
         return f"self.{name}" if name in self.uneven else name
 
-    def _ragged(self, factor: Factor) -> bool:
-        held = factor.size
+    def _ragged(self, factor: SizeFactor) -> bool:
+        local = factor.size
         for axis in factor.axes:
             parts = self.program.mesh.axis(axis).size
-            if held % parts:
+            if local % parts:
                 return True
-            held //= parts
+            local //= parts
         return False
 
     def _whole_name(self, letter: str, size: int) -> str:
@@ -118,10 +118,10 @@ class SizeNames:
             self.whole[key] = self._free(letter)
         return self.whole[key]
 
-    def _free(self, wish: str) -> str:
-        name, number = wish, 2
+    def _free(self, preferred: str) -> str:
+        name, number = preferred, 2
         while name in self.used:
-            name, number = f"{wish}{number}", number + 1
+            name, number = f"{preferred}{number}", number + 1
         self.used.add(name)
         return name
 
@@ -129,12 +129,12 @@ class SizeNames:
         """The lines at the head of the file."""
         for (letter, size), name in self.whole.items():
             yield f"{name} = {size}"
-            for (kind, whole, axes), local in self.local.items():
-                if (kind, whole) == (letter, size) and local not in self.uneven:
-                    held = size
+            for (kind, total, axes), local in self.local.items():
+                if (kind, total) == (letter, size) and local not in self.uneven:
+                    rest = size
                     for axis in axes:
-                        held //= self.program.mesh.axis(axis).size
-                    yield f"{local} = {held}  # {name} / {' / '.join(axes)}"
+                        rest //= self.program.mesh.axis(axis).size
+                    yield f"{local} = {rest}  # {name} / {' / '.join(axes)}"
 
     def ragged_definitions(self) -> Iterator[tuple[str, str]]:
         """Sizes that differ between ranks: the name, and how it is found when the program is loaded."""
@@ -142,5 +142,5 @@ class SizeNames:
             letter = self.kinds.get(factor.atom, "N") if factor.atom is not None else "N"
             text = self.whole[letter, factor.size]
             for axis in factor.axes:
-                text = f"share({text}, self.{axis})"
+                text = f"local_size({text}, self.{axis})"
             yield name, text

@@ -22,19 +22,19 @@ from threading import Lock
 from ..errors import LoweringError
 from ..ir import Op
 from ..layout import Axis
-from ..lower import Program
-from ..rules import is_drawn_whole
+from ..lower import LoweredProgram
+from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults
+from .parameters import unit_of
 from .parse import dotted, keywords
-from .pieces import unit_of
 
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
 
 
-def validate(program: Program, text: str) -> None:
+def validate(program: LoweredProgram, text: str) -> None:
     """Raise if a generated file says something else than its program."""
     try:
         with _PARSING:
@@ -47,17 +47,17 @@ def validate(program: Program, text: str) -> None:
         ) from error
 
 
-def _compare(program: Program, tree: ast.Module) -> None:
+def _compare(program: LoweredProgram, tree: ast.Module) -> None:
     (defined,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = {node.name: node for node in defined.body if isinstance(node, ast.FunctionDef)}
     file = _names(program, tree, defined, methods)
     reader = _TextReader(program, file, methods)
-    reader.expect([dotted(base) for base in defined.bases] == ["Stage"], defined, "it is no stage")
+    reader.expect([dotted(base) for base in defined.bases] == ["Program"], defined, "it is no program")
     constants = [replace(op, no_grad=False, region=None) for op in program.constants]  # none of them has a gradient
     reader.run("constants", constants, [], None)
     if program.early:
         sources = [early.source for early in program.early]
-        reader.run("prologue", program.prologue, [entry.value for entry in program.asked], sources)
+        reader.run("prologue", program.prologue, [entry.value for entry in program.prologue_inputs], sources)
         reader.counts(defined)
     gathered_by, reader.gathered_by = reader.gathered_by, {}  # whoever calls a branch hands it gathered parameters
     for graph in program.graph.branches.values():
@@ -72,7 +72,7 @@ def _compare(program: Program, tree: ast.Module) -> None:
 
 
 def _names(
-    program: Program, tree: ast.Module, defined: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]
+    program: LoweredProgram, tree: ast.Module, defined: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]
 ) -> FileNames:
     """What the top of a file defines."""
     plain = {
@@ -85,7 +85,7 @@ def _names(
         for node in (methods["sizes"].body if "sizes" in methods else ())
         if isinstance(node, ast.Assign)
     }
-    keys = {key: holding.value for holding in program.holdings for key in holding.keys}
+    keys = {key: holding.value for holding in program.parameters for key in holding.keys}
     keys |= {buffer.key: buffer.value for buffer in program.graph.buffers}
     return FileNames(
         program=program,
@@ -123,9 +123,9 @@ class _Compared:
 class _TextReader:
     """Goes through methods, and takes one op of the program after the other."""
 
-    def __init__(self, program: Program, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
+    def __init__(self, program: LoweredProgram, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
         self.program, self.file, self.methods = program, file, methods
-        split = [holding for holding in program.holdings if any(level == 3 for _, level in holding.zero)]
+        split = [holding for holding in program.parameters if any(level == 3 for _, level in holding.zero)]
         self.gathered_by = {holding.value: unit_of(holding.key) for holding in split}  # the unit that holds a value
         self.updates: list[tuple[str, str]] = []
         self.coming: list[Op] = []  # ops of the program that no line was met for yet, the next one last
@@ -158,7 +158,9 @@ class _TextReader:
         items = listed.elts if isinstance(listed, ast.Tuple) else []
         self.expect(len(items) == len(self.program.early), listed, "it counts something else than the program")
         for node, early in zip(items, self.program.early, strict=True):
-            self.expect(isinstance(node, ast.Call) and dotted(node.func) == "runtime.Count", node, "it is no count")
+            self.expect(
+                isinstance(node, ast.Call) and dotted(node.func) == "runtime.PrologueCount", node, "it is no count"
+            )
             words = {name: ast.literal_eval(value) for name, value in keywords(node)}  # type: ignore[arg-type]
             self.file.fixed[f"known.{words.pop('name', None)}"] = early.value
             wanted = {"over": "_".join(early.axes), "op": early.how}
@@ -288,7 +290,7 @@ class _TextReader:
         return op
 
     def context_faults(self, op: Op) -> Iterator[str]:
-        wanted = [("drawing", op.name)] if is_drawn_whole(op) else []
+        wanted = [("drawing", op.name)] if is_random(op) else []
         wanted += [("torch.no_grad", "")] if op.no_grad else []
         wanted += [("autocast", op.autocast.split(":")[1])] if op.autocast else []
         if sorted(wanted) != sorted(self.contexts):
@@ -299,7 +301,7 @@ def _reads_alike(before: _Compared, op: Op, scope: Scope) -> bool:
     """Whether a line that is met again says the same of this op; if not, that is found out in full."""
     if op.target != before.op.target or op.arguments != before.op.arguments or op.argument("op_key") is not None:
         return False
-    if (op.no_grad, op.autocast) != (before.op.no_grad, before.op.autocast) or is_drawn_whole(op):
+    if (op.no_grad, op.autocast) != (before.op.no_grad, before.op.autocast) or is_random(op):
         return False
     return all(scope.value(node) == op.inputs[at] for node, at in before.reads)
 

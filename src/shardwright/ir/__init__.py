@@ -1,7 +1,7 @@
 """What is computed: values, ops and graphs at global shape, without torch."""
 
 from .check import check
-from .graph import Argument, Buffer, Dtype, Graph, Input, Op, Output, Parameter, Slot, Source, Value
+from .graph import Argument, Buffer, Dtype, Graph, Input, Op, Output, Parameter, Slot, SourceLine, Value
 from .text import show
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "Output",
     "Parameter",
     "Slot",
-    "Source",
+    "SourceLine",
     "Value",
     "check",
     "show",

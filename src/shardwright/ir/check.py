@@ -17,9 +17,9 @@ def check(graph: Graph) -> Graph:
 def _faults(graph: Graph) -> Iterator[str]:
     known: set[str] = set()
     for kind, name in [
-        *(("input", held.value) for held in graph.inputs),
-        *(("parameter", held.value) for held in graph.parameters),
-        *(("buffer", held.value) for held in graph.buffers),
+        *(("input", item.value) for item in graph.inputs),
+        *(("parameter", item.value) for item in graph.parameters),
+        *(("buffer", item.value) for item in graph.buffers),
     ]:
         if name not in graph.values:
             yield f"{kind} {name} has no shape"
@@ -54,8 +54,8 @@ def _faults(graph: Graph) -> Iterator[str]:
 
 
 def _slots(arguments: Argument) -> Iterator[Slot]:
-    for held in arguments:
-        if isinstance(held, Slot):
-            yield held
-        elif isinstance(held, tuple | list):
-            yield from _slots(held)
+    for argument in arguments:
+        if isinstance(argument, Slot):
+            yield argument
+        elif isinstance(argument, tuple | list):
+            yield from _slots(argument)

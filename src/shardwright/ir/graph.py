@@ -71,7 +71,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SourceLine:
     """A line of the user's model."""
 
     file: str
@@ -91,7 +91,7 @@ class Op:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     arguments: tuple[tuple[str, Argument], ...] = ()
-    source: Source | None = None
+    source: SourceLine | None = None
     module_path: str = ""
     region: str | None = None  # the recompute region it is in: the user's (torch.utils.checkpoint), or the plan's
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region, else None
@@ -99,15 +99,15 @@ class Op:
     draws: bool = False  # random numbers
 
     def argument(self, name: str, default: Argument = None) -> Argument:
-        for held, value in self.arguments:
-            if held == name:
+        for key, value in self.arguments:
+            if key == name:
                 return value
         return default
 
     def tensor(self, name: str) -> str | None:
         """The value given for a tensor argument, or None."""
-        held = self.argument(name)
-        return self.inputs[held.index] if isinstance(held, Slot) else None
+        slot = self.argument(name)
+        return self.inputs[slot.index] if isinstance(slot, Slot) else None
 
     def with_arguments(self, /, **changes: Argument) -> Op:
         known = dict(self.arguments)
@@ -175,16 +175,16 @@ class Graph:
     batch: int | None = None  # the size of the batch dim (dim 0 of the inputs), if there is one
     notes: tuple[str, ...] = field(default=())
     branches: Mapping[str, Graph] = field(default_factory=dict)  # graphs that ops of this one run, by name
-    given: tuple[Output, ...] | None = None  # what the model gives back, where `outputs` leave some of it out
+    returned: tuple[Output, ...] | None = None  # what the model gives back, where `outputs` leave some of it out
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
         object.__setattr__(self, "branches", MappingProxyType(dict(self.branches)))
 
-    def is_batched(self, held: Input) -> bool:
+    def is_batched(self, item: Input) -> bool:
         """Whether the dim 0 of an input is the batch."""
-        shape = self.values[held.value].shape
-        return held.batched and self.batch is not None and bool(shape) and shape[0] == self.batch
+        shape = self.values[item.value].shape
+        return item.batched and self.batch is not None and bool(shape) and shape[0] == self.batch
 
     @cached_property
     def producer(self) -> dict[str, Op]:
@@ -193,20 +193,20 @@ class Graph:
     @cached_property
     def users(self) -> dict[str, tuple[tuple[Op, int], ...]]:
         """For each value the ops that read it, with the number of the input."""
-        found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.values}
+        users: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.values}
         for op in self.ops:
             for index, name in enumerate(op.inputs):
-                found[name].append((op, index))
-        return {name: tuple(uses) for name, uses in found.items()}
+                users[name].append((op, index))
+        return {name: tuple(uses) for name, uses in users.items()}
 
     @cached_property
     def under(self) -> dict[str, tuple[Op, ...]]:
         """For each module that has ops, and those that it is in, the ops at or under it."""
-        found: dict[str, list[Op]] = {}
+        ops: dict[str, list[Op]] = {}
         for op in self.ops:
             for path in prefixes(op.module_path):
-                found.setdefault(path, []).append(op)
-        return {path: tuple(held) for path, held in found.items()}
+                ops.setdefault(path, []).append(op)
+        return {path: tuple(inside) for path, inside in ops.items()}
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
@@ -250,8 +250,8 @@ class Graph:
                 number[name] = len(number)
             edges = [number[name] for name in op.inputs]
             digest.update(repr((op.name, op.target, edges, op.region, op.autocast, op.no_grad)).encode())
-        given = self.outputs if self.given is None else self.given
-        digest.update(repr([o.value and number[o.value] for o in given]).encode())
+        outputs = self.outputs if self.returned is None else self.returned
+        digest.update(repr([o.value and number[o.value] for o in outputs]).encode())
         for name, branch in self.branches.items():
             digest.update(f"{name} {branch.fingerprint}".encode())
         return digest.hexdigest()[:12]

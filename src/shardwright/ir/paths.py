@@ -19,4 +19,4 @@ def is_inside(path: str, outer: str) -> bool:
 @lru_cache(maxsize=2**16)
 def layer_of(path: str) -> str:
     """The repeated layer that a module or a parameter is in: up to its first number; "" if it is in none."""
-    return next((held for held in prefixes(path) if held.rpartition(".")[2].isdigit()), "")
+    return next((prefix for prefix in prefixes(path) if prefix.rpartition(".")[2].isdigit()), "")

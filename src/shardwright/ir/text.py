@@ -13,8 +13,8 @@ def show(graph: Graph) -> str:
 
 def _lines(graph: Graph) -> Iterator[str]:
     yield f"graph {graph.name} ({graph.entry}), fingerprint {graph.fingerprint}"
-    for held in graph.inputs:
-        yield f"  input      {graph.values[held.value]}  from {held.path}"
+    for item in graph.inputs:
+        yield f"  input      {graph.values[item.value]}  from {item.path}"
     for parameter in graph.parameters:
         frozen = "" if parameter.trainable else "  frozen"
         yield f"  parameter  {graph.values[parameter.value]}  {', '.join(parameter.keys)}{frozen}"
@@ -40,5 +40,5 @@ def _argument(op: Op, value: Argument) -> str:
     if isinstance(value, Slot):
         return op.inputs[value.index]
     if isinstance(value, tuple):
-        return f"[{', '.join(_argument(op, held) for held in value)}]"
+        return f"[{', '.join(_argument(op, item) for item in value)}]"
     return str(value) if not isinstance(value, str) or value.isidentifier() else repr(value)

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load as load_state
 from ..checkpoint import save as save_state
-from ..checkpoint.census import Census
 from ..checkpoint.encoding import encode
+from ..checkpoint.key_owners import KeyOwners
 from ..errors import CheckpointError, InputError
-from ..runtime.optimizer import load_whole
+from ..runtime.optimizer.adopt import load_whole
 
 Names = Sequence[Sequence[str]]
-HELD = ("state_dict", "optimizer_states")  # what is written in pieces
+SHARDED_KEYS = ("state_dict", "optimizer_states")  # what is written in pieces
 
 
 def check_hyperparameters(*holders: Any) -> None:
@@ -41,15 +41,18 @@ def check_hyperparameters(*holders: Any) -> None:
 
 def save(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
     """Write what Lightning collected; weights and optimizers are taken from where they are."""
-    rest = {name: value for name, value in checkpoint.items() if name not in HELD}
-    held = list(optimizers) if "optimizer_states" in checkpoint else None
-    save_state(path, model, held, extra={"lightning": rest}, step=checkpoint.get("global_step"))
+    rest = {name: value for name, value in checkpoint.items() if name not in SHARDED_KEYS}
+    saved_optimizers = list(optimizers) if "optimizer_states" in checkpoint else None
+    save_state(path, model, saved_optimizers, extra={"lightning": rest}, step=checkpoint.get("global_step"))
 
 
 def names_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Names:
     """What the parameters of optimizers are called, in their order; nothing if they are not of the model."""
-    known = {id(held): key for key, held in model.named_parameters()}
-    return [[known.get(id(held), "") for group in one.param_groups for held in group["params"]] for one in optimizers]
+    known = {id(parameter): key for key, parameter in model.named_parameters()}
+    return [
+        [known.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+        for optimizer in optimizers
+    ]
 
 
 def load(
@@ -58,19 +61,19 @@ def load(
     """Put a checkpoint in its places, and return what Lightning said when it was saved."""
     if path.is_file():
         return _load_file(path, model, optimizers, strict, io, names)
-    found = load_state(path, model, list(optimizers) or None, strict=strict)
-    if "lightning" not in found.extra:
+    loaded = load_state(path, model, list(optimizers) or None, strict=strict)
+    if "lightning" not in loaded.extra:
         raise CheckpointError(f"{path} was not saved by a Trainer of Lightning: load it with sw.load")
-    return {"state_dict": {}, "optimizer_states": [], **found.extra["lightning"]}
+    return {"state_dict": {}, "optimizer_states": [], **loaded.extra["lightning"]}
 
 
 def _load_file(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool, io: Any, names: Names
 ) -> dict[str, Any]:  # fmt: skip
     """A file that Lightning wrote on one device: whole tensors, of which each rank takes its pieces."""
-    said: dict[str, Any] = io.load_checkpoint(path, weights_only=True)
-    model.load_state_dict(said["state_dict"], strict=strict)
-    census = Census(model)
-    for optimizer, saved, order in zip(optimizers, said.get("optimizer_states", ()), names, strict=False):
+    contents: dict[str, Any] = io.load_checkpoint(path, weights_only=True)
+    model.load_state_dict(contents["state_dict"], strict=strict)
+    census = KeyOwners(model)
+    for optimizer, saved, order in zip(optimizers, contents.get("optimizer_states", ()), names, strict=False):
         load_whole(optimizer, saved, order, census.name_of)
-    return said
+    return contents

@@ -14,17 +14,17 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compiled_parts import replace_parts
 from ..errors import InputError
 from ..parallelize import GENERATED, parallelize
-from ..parts import replace_parts
-from ..runtime.model import ParallelModel
-from ..runtime.optimizer import adopt
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.optimizer.adopt import adopt
 from ..runtime.world import start
 from .effects import Append, is_metric, outermost
-from .steps import SLOTS, StepBook, stepping, without_text
+from .steps import SLOTS, StepEffects, stepping, without_text
 
 
-class Compiled(Protocol):
+class CompiledModule(Protocol):
     """What the strategy asks of a module that is compiled."""
 
     module: LightningModule
@@ -53,23 +53,23 @@ class CompiledSteps:
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], options: Mapping[str, Any], device: torch.device
     ) -> None:
-        self.module, self.options, self._book = module, options, StepBook()
+        self.module, self.options, self._book = module, options, StepEffects()
         self._device = device
         shell = stepping(module, self._book)
-        made = parallelize(shell, optimizers[0] if optimizers else None, **options)
-        self.model: ParallelModel = made[0] if optimizers else made
+        result = parallelize(shell, optimizers[0] if optimizers else None, **options)
+        self.model: ParallelModel = result[0] if optimizers else result
         self.model.stand_for(module, harmless="lightning.")  # whose summary has hooks that note shapes
 
     def prepare(self, step: str, batch: Any) -> None:
         """Compile for a step, and show the pieces in the module, whose parts train or not as they did."""
-        flags = [held.training for held in self.module.modules()]
+        flags = [submodule.training for submodule in self.module.modules()]
         if step != "training_step":
             self.module.eval()
         self.model.training = self.module.training
         self.model.prepare((step, *without_text(batch), _places(self.module, step)), {})
         self._show()
-        for held, flag in zip(self.module.modules(), flags, strict=True):
-            held.training = flag
+        for submodule, flag in zip(self.module.modules(), flags, strict=True):
+            submodule.training = flag
 
     def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         batch, *rest = (*args, *kwargs.values())
@@ -80,14 +80,14 @@ class CompiledSteps:
     def _call(self, name: str, batch: Any, places: Mapping[str, Any]) -> Any:
         self.model.training = self.module.training
         with _ordinary():
-            found = self.model(name, *without_text(batch), places)
+            result = self.model(name, *without_text(batch), places)
         if self.module._parameters is not self.model._parameters:
             self._show()
         for effect in self._book.effects:
             if isinstance(effect, Append):  # a list that a step appends to is no constant of it
                 self.model.forget(effect.name)
-        self._book.do(self.module, found["effects"])
-        return found["result"]
+        self._book.do(self.module, result["effects"])
+        return result["result"]
 
     def _show(self) -> None:
         """Have the pieces in the module itself; metrics stay the module's own, and forward is a program too."""
@@ -147,7 +147,7 @@ class CompiledParts:
             yield
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        _adopt(optimizers, (held for part in self._compiled() for held in part.parameters()))
+        _adopt(optimizers, (parameter for part in self._compiled() for parameter in part.parameters()))
 
     def data_place(self) -> tuple[int, int] | None:
         first = next(part for part in self.module.modules() if isinstance(part, ParallelModel))
@@ -173,14 +173,14 @@ def _untoggle_what_was_compiled_meanwhile(module: LightningModule) -> None:
 
 
 def _adopt(optimizers: Sequence[Optimizer], pieces: Iterable[nn.Parameter]) -> None:
-    same = {held: held for held in pieces}
+    same = {parameter: parameter for parameter in pieces}
     for optimizer in optimizers:
         adopt(optimizer, same)  # type: ignore[arg-type]
 
 
 def heavy_parts(module: LightningModule) -> list[str]:
     """The children that have parameters; of containers that are never called, what they hold."""
-    found: list[str] = []
+    paths: list[str] = []
 
     def look(at: nn.Module, path: str) -> None:
         for name, child in at.named_children():
@@ -188,12 +188,12 @@ def heavy_parts(module: LightningModule) -> list[str]:
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 look(child, f"{inner}.")
             elif not is_metric(child) and next(child.parameters(), None) is not None:
-                found.append(inner)
+                paths.append(inner)
 
     look(module, "")
-    if not found:
+    if not paths:
         raise InputError(f"{type(module).__name__} has no submodule with parameters that could be compiled")
-    return found
+    return paths
 
 
 @contextmanager

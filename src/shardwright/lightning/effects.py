@@ -1,7 +1,7 @@
 """What a step does besides computing: it logs, it asks metrics, it appends to lists of its module.
 
 A step is captured once and run many times as a program of tensors. So while it is captured, these
-calls are written in a book instead of done, and the tensors they were given become outputs of the
+calls are written in a book instead of done, and the tensors they were captured become outputs of the
 program. After each run they are done in their order, with the values of that run.
 
     self.log("loss", loss)              Log
@@ -57,7 +57,7 @@ class Pending(Untouchable):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class MetricRef:
     """A metric, by its place in the module."""
 
     path: str
@@ -72,26 +72,26 @@ class Log:
     kwargs: Mapping[str, Any]
     value: Any
 
-    def do(self, module: LightningModule, given: Any, answers: Mapping[int, Any]) -> Any:
+    def do(self, module: LightningModule, values: Any, answers: Mapping[int, Any]) -> Any:
         value = self.value
         if isinstance(value, Pending):
             value = answers[value.number]
-        elif isinstance(value, Named):
+        elif isinstance(value, MetricRef):
             value = module.get_submodule(value.path)
         elif value is None:
-            value = given
+            value = values
         return getattr(module, self.method)(*self.args, value, **self.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MetricCall:
     """A call of a metric."""
 
     path: str
     method: str
 
-    def do(self, module: LightningModule, given: Any, answers: Mapping[int, Any]) -> Any:
-        args, kwargs = given
+    def do(self, module: LightningModule, values: Any, answers: Mapping[int, Any]) -> Any:
+        args, kwargs = values
         metric = module.get_submodule(self.path)
         return metric(*args, **kwargs) if self.method == "forward" else getattr(metric, self.method)(*args, **kwargs)
 
@@ -102,51 +102,51 @@ class Append:
 
     name: str
 
-    def do(self, module: LightningModule, given: Any, answers: Mapping[int, Any]) -> Any:
-        getattr(module, self.name).append(given)
+    def do(self, module: LightningModule, values: Any, answers: Mapping[int, Any]) -> Any:
+        getattr(module, self.name).append(values)
 
 
-Effect = Log | Asked | Append
+Effect = Log | MetricCall | Append
 
 
 @dataclass
-class Book:
+class EffectLog:
     """All effects that were ever noted, by number, and the tensors of those of the step that is captured."""
 
     effects: list[Effect] = field(default_factory=list)
-    given: dict[str, Any] | None = None  # by number, while a step is captured
+    captured: dict[str, Any] | None = None  # by number, while a step is captured
     paths: dict[int, str] = field(default_factory=dict)  # of the metrics of the module that is captured
 
-    def note(self, effect: Effect, given: Any) -> int:
+    def note(self, effect: Effect, values: Any) -> int:
         """Put an effect off. Its tensors become outputs of the program."""
-        assert self.given is not None
+        assert self.captured is not None
         number = len(self.effects)
         self.effects.append(effect)
-        self.given[str(number)] = given
+        self.captured[str(number)] = values
         return number
 
-    def do(self, module: LightningModule, given: Mapping[str, Any]) -> None:
+    def do(self, module: LightningModule, values: Mapping[str, Any]) -> None:
         """Do what a step has put off, with tensors that have no history."""
-        given = pytree.tree_map_only(Tensor, torch.Tensor.detach, given)
+        values = pytree.tree_map_only(Tensor, torch.Tensor.detach, values)
         answers: dict[int, Any] = {}
-        for number in sorted(map(int, given)):
-            answers[number] = self.effects[number].do(module, given[str(number)], answers)
+        for number in sorted(map(int, values)):
+            answers[number] = self.effects[number].do(module, values[str(number)], answers)
 
 
-def note_log(book: Book, method: str, args: tuple[Any, ...], value: Any, kwargs: Mapping[str, Any]) -> None:
+def note_log(book: EffectLog, method: str, args: tuple[Any, ...], value: Any, kwargs: Mapping[str, Any]) -> None:
     """A call of self.log, with the name in `args`, or of self.log_dict."""
     if isinstance(value, Mapping):
-        for name, held in value.items():
-            note_log(book, "log", (name,), held, kwargs)
+        for name, item in value.items():
+            note_log(book, "log", (name,), item, kwargs)
     elif isinstance(value, Tensor):
         book.note(Log(method, args, kwargs, None), value)
     elif is_metric(value):
-        book.note(Log(method, args, kwargs, Named(book.paths[id(value)])), None)
+        book.note(Log(method, args, kwargs, MetricRef(book.paths[id(value)])), None)
     else:
         book.note(Log(method, args, kwargs, value), None)
 
 
-ASKED = ("forward", "update", "compute", "reset")
+METRIC_METHODS = ("forward", "update", "compute", "reset")
 
 
 def is_metric(module: object) -> bool:
@@ -154,31 +154,34 @@ def is_metric(module: object) -> bool:
 
 
 @contextmanager
-def noting(module: LightningModule, book: Book) -> Iterator[None]:
+def noting(module: LightningModule, book: EffectLog) -> Iterator[None]:
     """Within this the metrics of a module note what they are asked."""
     metrics = {path: metric for path, metric in module.named_modules() if is_metric(metric)}
-    before = {path: {name: vars(held)[name] for name in ASKED if name in vars(held)} for path, held in metrics.items()}
+    before = {
+        path: {name: vars(submodule)[name] for name in METRIC_METHODS if name in vars(submodule)}
+        for path, submodule in metrics.items()
+    }
     book.paths = {id(metric): path for path, metric in metrics.items()}
     for path, metric in metrics.items():
-        for method in ASKED:
+        for method in METRIC_METHODS:
             vars(metric)[method] = partial(_ask, book, path, method)
     try:
         yield
     finally:
         for path, metric in metrics.items():
-            for method in ASKED:
+            for method in METRIC_METHODS:
                 vars(metric).pop(method)
             vars(metric).update(before[path])
 
 
-def _ask(book: Book, path: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-    return Pending(book.note(Asked(path, method), (list(args), kwargs)))
+def _ask(book: EffectLog, path: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+    return Pending(book.note(MetricCall(path, method), (list(args), kwargs)))
 
 
 def outermost(module: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]]:
     """Metrics and collections of them, not those inside of others."""
-    found: list[tuple[str, torch.nn.Module]] = []
-    for path, held in module.named_modules():
-        if is_metric(held) and not any(path.startswith(f"{other}.") for other, _ in found):
-            found.append((path, held))
-    return found
+    metrics: list[tuple[str, torch.nn.Module]] = []
+    for path, submodule in module.named_modules():
+        if is_metric(submodule) and not any(path.startswith(f"{other}.") for other, _ in metrics):
+            metrics.append((path, submodule))
+    return metrics

@@ -20,12 +20,12 @@ STEPS = {
 }
 
 
-def example_of(strategy: Any, trainer: Trainer, given: Any) -> tuple[str, Any] | None:
+def example_of(strategy: Any, trainer: Trainer, example: Any) -> tuple[str, Any] | None:
     """The step that comes first and a batch for it; None if there is nothing to look at."""
     assert trainer.state.fn is not None
     step, name = STEPS[trainer.state.fn]
-    if given is not None:
-        return step, _moved(strategy, trainer, given)
+    if example is not None:
+        return step, _moved(strategy, trainer, example)
     loop = getattr(trainer, name)
     with isolate_rng():
         loop.setup_data()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .effects import Append, Book, Untouchable, note_log, noting
+from .effects import Append, EffectLog, Untouchable, note_log, noting
 
 ADVICE = (
     "a compiled step would have it fixed; compute it outside of the step, or compile only the heavy submodules and "
@@ -49,7 +49,7 @@ class Unknown(Untouchable):
         super().__init__(_why(name, step))
 
 
-class StepBook(Book):
+class StepEffects(EffectLog):
     """The book of effects, and the name of the step that is captured."""
 
     step: str = "the step"
@@ -58,7 +58,7 @@ class StepBook(Book):
 class Stepping(LightningModule):
     """What is put over the user's class. `forward` is a step from outside, and the user's forward in a step."""
 
-    _book: StepBook
+    _book: StepEffects
     _original: ClassVar[type[LightningModule]]
 
     trainer = _refused("trainer")
@@ -72,7 +72,7 @@ class Stepping(LightningModule):
     local_rank = _refused("local_rank")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._book.given is not None:
+        if self._book.captured is not None:
             return self._original.forward(self, *args, **kwargs)
         return _run(self, *args)
 
@@ -84,12 +84,12 @@ class Stepping(LightningModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The modules are copied; plain attributes that hold no tensors (a dataset) are shared."""
-        made = memo[id(self)] = type(self).__new__(type(self))
-        for name, held in vars(self).items():
-            plain = name not in SLOTS and not _holds_tensors(held)
-            vars(made)[name] = _shared(held) if plain else copy.deepcopy(held, memo)
-        vars(made)["_device"] = torch.device("cpu")  # where a step is traced
-        return made
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            plain = name not in SLOTS and not _holds_tensors(value)
+            vars(copied)[name] = _shared(value) if plain else copy.deepcopy(value, memo)
+        vars(copied)["_device"] = torch.device("cpu")  # where a step is traced
+        return copied
 
 
 LOG_OPTIONS = (  # in the order in which self.log and self.log_dict take them
@@ -102,26 +102,26 @@ def _options(args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(LOG_OPTIONS[: len(args)], args, strict=True))
 
 
-def _holds_tensors(held: Any) -> bool:
-    if isinstance(held, list | tuple):
-        return any(_holds_tensors(one) for one in held)
-    if isinstance(held, Mapping):
-        return any(_holds_tensors(one) for one in held.values())
-    return isinstance(held, Tensor | nn.Module)
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(item) for item in value)
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item) for item in value.values())
+    return isinstance(value, Tensor | nn.Module)
 
 
-def _shared(held: Any) -> Any:
+def _shared(value: Any) -> Any:
     """A plain attribute for the copy: a container of its own, so that the original's is not changed by a capture."""
-    return copy.copy(held) if type(held) in CONTAINERS else held
+    return copy.copy(value) if type(value) in CONTAINERS else value
 
 
-def stepping(module: LightningModule, book: StepBook) -> LightningModule:
+def stepping(module: LightningModule, book: StepEffects) -> LightningModule:
     """The module as something that is called with the name of a step and its arguments."""
     original = type(module)
     kind = type(original.__name__, (Stepping, original), {"__module__": original.__module__, "_original": original})
-    made: LightningModule = object.__new__(kind)
-    vars(made).update(vars(module), _trainer=None, _book=book)
-    return made
+    stand_in: LightningModule = object.__new__(kind)
+    vars(stand_in).update(vars(module), _trainer=None, _book=book)
+    return stand_in
 
 
 def _run(
@@ -129,27 +129,27 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     """Run a step with its effects put off. `places` has by name what else it is given; None stands for unknown."""
     book, before = module._book, Attributes(module)
-    book.step, book.given = step, {}
+    book.step, book.captured = step, {}
     rest = {name: Unknown(name, step) if value is None else value for name, value in places.items()}
     try:
         with noting(module, book):
             result = _method(module, step)(_with_unknown(batch, odd, step), *rest.values())
-        for name, held in before.appended(step):
-            book.note(Append(name), held)
+        for name, appended in before.appended(step):
+            book.note(Append(name), appended)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Untouchable):
                 leaf._look()
-        return {"result": result, "effects": book.given}
+        return {"result": result, "effects": book.captured}
     finally:
         before.restore()
-        book.given = None
+        book.captured = None
 
 
 def _method(module: Stepping, step: str) -> Callable[..., Any]:
     if step == "forward":
         return lambda inputs: module._original.forward(module, *inputs[0], **inputs[1])
-    found: Callable[..., Any] = getattr(module, step)
-    return found
+    method: Callable[..., Any] = getattr(module, step)
+    return method
 
 
 class Attributes:
@@ -157,20 +157,22 @@ class Attributes:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._held = {name: held for name, held in vars(module).items() if name not in SLOTS}
-        self._before = {name: copy.copy(held) for name, held in self._held.items() if type(held) in CONTAINERS}
+        self._attributes = {name: value for name, value in vars(module).items() if name not in SLOTS}
+        self._before = {name: copy.copy(value) for name, value in self._attributes.items() if type(value) in CONTAINERS}
 
     def appended(self, step: str) -> Iterator[tuple[str, Any]]:
         """What was appended to which list. Refuses a step that has changed anything else."""
-        after = {name: held for name, held in vars(self._module).items() if name not in SLOTS}
-        changed = {name for name, held in after.items() if name not in self._held or self._held[name] is not held}
+        after = {name: value for name, value in vars(self._module).items() if name not in SLOTS}
+        changed = {
+            name for name, value in after.items() if name not in self._attributes or self._attributes[name] is not value
+        }
         grown: list[tuple[str, Any]] = []
         for name, before in self._before.items():
-            now, then = _parts(self._held[name]), _parts(before)
+            now, then = _parts(self._attributes[name]), _parts(before)
             kept = len(now) >= len(then) and all(a is b for a, b in zip(now, then, strict=False))
             if not kept or (len(now) > len(then) and type(before) is not list):
                 changed.add(name)
-            grown += [(name, held) for held in now[len(then) :]]
+            grown += [(name, value) for value in now[len(then) :]]
         if changed:
             some = ", ".join(f"self.{name}" for name in sorted(changed))
             raise CaptureError(
@@ -181,19 +183,19 @@ class Attributes:
 
     def restore(self) -> None:
         """As it was before the step."""
-        for name in [name for name in vars(self._module) if name not in SLOTS and name not in self._held]:
+        for name in [name for name in vars(self._module) if name not in SLOTS and name not in self._attributes]:
             del vars(self._module)[name]
-        vars(self._module).update(self._held)
+        vars(self._module).update(self._attributes)
         for name, before in self._before.items():
-            held: Any = self._held[name]
-            if len(_parts(held)) != len(_parts(before)):
-                held.clear()
-                (held.extend if isinstance(held, list | deque) else held.update)(before)
+            value: Any = self._attributes[name]
+            if len(_parts(value)) != len(_parts(before)):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(before)
 
 
-def _parts(held: Any) -> list[Any]:
+def _parts(value: Any) -> list[Any]:
     """What is in a container, for comparing by identity."""
-    return [part for pair in held.items() for part in pair] if isinstance(held, dict) else list(held)
+    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
 
 
 def without_text(batch: Any) -> tuple[Any, tuple[int, ...]]:
@@ -210,16 +212,16 @@ def _register(batch: Any) -> None:
     if isinstance(batch, UserDict) and kind not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             kind,
-            lambda held: (list(held.data.values()), list(held.data)),
+            lambda cache: (list(cache.data.values()), list(cache.data)),
             lambda values, keys: kind(dict(zip(keys, values, strict=True))),
-            flatten_with_keys_fn=lambda held: (
-                [(pytree.MappingKey(k), v) for k, v in held.data.items()],
-                list(held.data),
+            flatten_with_keys_fn=lambda cache: (
+                [(pytree.MappingKey(k), v) for k, v in cache.data.items()],
+                list(cache.data),
             ),
         )
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    for held in inner:
-        _register(held)
+    for cache in inner:
+        _register(cache)
 
 
 def _with_unknown(batch: Any, odd: Sequence[int], step: str) -> Any:

@@ -33,13 +33,13 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load_weights
 from ..compile import count_replicas
+from ..compiled_parts import Parts
 from ..errors import InputError
-from ..parts import Parts
 from ..planning import PlanLike
-from ..runtime.inputs import Mode
+from ..runtime.model.inputs import Mode
 from ..runtime.world import backend_for, here
 from . import checkpoints
-from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
+from .compiled import CompiledModule, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
 
 MARK = "_shardwright_compiled"  # the attribute of a module that was compiled
@@ -51,9 +51,9 @@ class ShardwrightStrategy(ParallelStrategy):
     plan        as in sw.parallelize: "auto", a plan string, a Plan, the path of a plan file, a function
     parts       compile these submodules, each at its first call, and leave the steps as they are. Without it the
                 steps are compiled; under manual optimization, every child that has parameters
-    inputs      "same": a batch of the dataloader is the global batch, on every rank the same, so that a run under any
-                plan is the run of one device; "rows": each data-parallel group loads batches of its own;
-                "gather": each rank does
+    inputs      "global": a batch of the dataloader is the global batch, on every rank the same, so that a run under any
+                plan is the run of one device; "per_replica": each data-parallel group loads batches of its own;
+                "per_rank": each rank does
     example     a batch to compile for; without it the first one of the dataloader is looked at
     weights     where parameters on meta get their values: by the path of a submodule, "" for the whole, a
                 safetensors file or a folder of Hugging Face
@@ -62,7 +62,7 @@ class ShardwrightStrategy(ParallelStrategy):
     """
 
     def __init__(
-        self, plan: PlanLike = "auto", *, parts: Parts | None = None, inputs: Mode = "same", example: Any = None,
+        self, plan: PlanLike = "auto", *, parts: Parts | None = None, inputs: Mode = "global", example: Any = None,
         weights: Mapping[str, str | Path] | None = None, timeout: timedelta | float = 600.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -71,14 +71,14 @@ class ShardwrightStrategy(ParallelStrategy):
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.num_nodes = 1
         self._names: checkpoints.Names = []  # of what optimizers hold, as they were made
-        self.compiled: Compiled | None = None
+        self.compiled: CompiledModule | None = None
 
     # -- processes ---------------------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
         """Whether ranks load rows of their own: Lightning asks this before it puts its own sampler in a dataloader."""
-        return bool(self._options["inputs"] != "same")
+        return bool(self._options["inputs"] != "global")
 
     @property
     def root_device(self) -> torch.device:
@@ -138,9 +138,9 @@ class ShardwrightStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
 
-    def _known(self, module: LightningModule) -> Compiled | None:
+    def _known(self, module: LightningModule) -> CompiledModule | None:
         """The module as a Trainer before this one compiled it: it has nothing but pieces."""
-        known: Compiled | None = vars(module).get(MARK)
+        known: CompiledModule | None = vars(module).get(MARK)
         for name in ("plan", "inputs"):
             if known is not None and known.options[name] != self._options[name]:
                 raise InputError(
@@ -149,20 +149,20 @@ class ShardwrightStrategy(ParallelStrategy):
                 )
         return known
 
-    def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
+    def _compile(self, trainer: Trainer, module: LightningModule) -> CompiledModule:
         module._device = self.root_device
         options = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **self._options}
         parts = heavy_parts(module) if self._parts is None and not module.automatic_optimization else self._parts
         if parts is not None:
             return CompiledParts(module, self.optimizers, parts, options)
         options |= self._mixed()
-        made = CompiledSteps(module, self.optimizers, options, self.root_device)
-        found = example_of(self, trainer, self._example)
-        if found is not None:
-            made.prepare(*found)
+        compiled = CompiledSteps(module, self.optimizers, options, self.root_device)
+        example = example_of(self, trainer, self._example)
+        if example is not None:
+            compiled.prepare(*example)
         for path, weights in self._weights.items():
-            load_weights(weights, made.model, under=path)
-        return made
+            load_weights(weights, compiled.model, under=path)
+        return compiled
 
     def _mixed(self) -> dict[str, Any]:
         """Lightning's autocast as a precision of ours, which the search for a plan knows about."""
@@ -222,8 +222,8 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _data_place(self) -> tuple[int, int]:
         inputs = self._options["inputs"]
-        if inputs != "rows":
-            return (0, 1) if inputs == "same" else (self.global_rank, self.world_size)
+        if inputs != "per_replica":
+            return (0, 1) if inputs == "global" else (self.global_rank, self.world_size)
         known = self.compiled.data_place() if self.compiled is not None else None
         if known is None:  # an example is looked at: how many rows it has is what counts
             known = 0, count_replicas(self._options["plan"], here())
@@ -237,9 +237,9 @@ class ShardwrightStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
             return obj
-        said = [obj]
-        dist.broadcast_object_list(said, src)
-        return said[0]
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over data-parallel groups: ranks that hold parts of one replica have the same value, which counts once."""
@@ -255,14 +255,14 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _data_groups(self) -> int:
         """How many groups have values of their own rows: what is computed of gathered rows is the same everywhere."""
-        return self._data_place()[1] if self._options["inputs"] == "rows" else 1
+        return self._data_place()[1] if self._options["inputs"] == "per_replica" else 1
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """What all ranks, or any of them, decide."""
-        said = torch.tensor(int(decision), device=self.root_device)
+        decided = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
-            dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(said)
+            dist.all_reduce(decided, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(decided)
 
     # -- state -------------------------------------------------------------------------------------
 

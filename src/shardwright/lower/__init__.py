@@ -1,9 +1,21 @@
 """What each rank does: a graph and a plan become the program that all ranks of a mesh run."""
 
-from .overlap import converter_of
+from .overlap import reshard_kind
 from .passes import PASSES, lower
-from .pipeline import Exit, Passage, Pipelined, lower_pipeline
-from .program import Early, Factor, Holding, Program, Size
+from .pipeline import ModelOutput, PipelinePrograms, StageTransfer, lower_pipeline
+from .program import LoweredProgram, ParameterPlacement, PrologueValue, Size, SizeFactor
 
-__all__ = ["PASSES", "Early", "Exit", "Factor", "Holding", "Passage", "Pipelined", "Program", "Size", "converter_of",
-           "lower", "lower_pipeline"]  # fmt: skip
+__all__ = [
+           "PASSES",
+           "LoweredProgram",
+           "ModelOutput",
+           "ParameterPlacement",
+           "PipelinePrograms",
+           "PrologueValue",
+           "Size",
+           "SizeFactor",
+           "StageTransfer",
+           "lower",
+           "lower_pipeline",
+           "reshard_kind",
+]  # fmt: skip

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import LayoutError, LoweringError, raise_all
-from .program import Program
+from .program import LoweredProgram
 
 
-def check(program: Program) -> Program:
+def check(program: LoweredProgram) -> LoweredProgram:
     """Return the program, or raise one error that lists everything that is wrong with it."""
     raise_all(LoweringError, f"the program of {program.graph.name} is malformed:", list(_faults(program)))
     return program
 
 
-def _faults(program: Program) -> Iterator[str]:
+def _faults(program: LoweredProgram) -> Iterator[str]:
     graph = program.graph
-    known = {held.value for held in graph.inputs} | {b.value for b in graph.buffers}
-    known |= {holding.value for holding in program.holdings} | {early.value for early in program.early}
+    known = {item.value for item in graph.inputs} | {b.value for b in graph.buffers}
+    known |= {holding.value for holding in program.parameters} | {early.value for early in program.early}
     for op in program.ops:
         for name in op.inputs:
             if name not in known:

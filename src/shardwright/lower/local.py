@@ -13,14 +13,14 @@ from dataclasses import replace
 from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import Cut, Layout, join_cuts
+from ..layout import Layout, Shard, join_shards
 from ..plan.pipeline import MB
 from ..rules import DROPOUTS
-from ..rules.kept import OPAQUE
-from .own import own
-from .program import Program, sizes_of
+from ..rules.user_calls import OPAQUE
+from .custom_ops import localize_custom
+from .program import LoweredProgram, sizes_of
 
-Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
+Localizer = Callable[[LoweredProgram, Op], "Op | tuple[Op, ...]"]
 _TABLE: dict[str, Localizer] = {}
 
 COUNTED = ("runtime.cross_entropy", "runtime.nll_loss")
@@ -36,72 +36,72 @@ def local(*targets: str) -> Callable[[Localizer], Localizer]:
     return register
 
 
-def localize(program: Program) -> Program:
+def localize(program: LoweredProgram) -> LoweredProgram:
     """Rewrite every op of the body for local shapes."""
     values, layouts = dict(program.values), dict(program.layouts)
     body: list[Op] = []
     for op in program.body:
         function = _TABLE.get(op.target)
         if function is None:
-            body.append(own(program, op))
+            body.append(localize_custom(program, op))
             continue
-        found = function(program, op)
-        for made in found if isinstance(found, tuple) else (found,):
-            for name in made.outputs:
+        localized = function(program, op)
+        for new in localized if isinstance(localized, tuple) else (localized,):
+            for name in new.outputs:
                 if name not in values:  # a local sum before its division: laid out as the result
                     values[name] = replace(values[op.outputs[0]], name=name)
                     layouts[name] = layouts[op.outputs[0]]
-            body.append(made)
+            body.append(new)
     return program.with_(body=tuple(body), values=values, layouts=layouts)
 
 
 def split_axes(layout: Layout, dim: int) -> tuple[str, ...]:
-    return tuple(cut.axis for cut in layout.cuts[dim])
+    return tuple(shard.axis for shard in layout.shards[dim])
 
 
 def cut_axes(layout: Layout) -> tuple[str, ...]:
-    return tuple(cut.axis for cuts in layout.cuts for cut in cuts)
+    return tuple(shard.axis for shards in layout.shards for shard in shards)
 
 
 @local("view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy", "expand", "expand_copy", "broadcast_to")
-def sized(program: Program, op: Op) -> Op:
+def sized(program: LoweredProgram, op: Op) -> Op:
     name = next(key for key in ("size", "shape") if op.argument(key) is not None)
     return op.with_arguments(**{name: sizes_of(program, op.outputs[0])})
 
 
 @local("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
-def normalized(program: Program, op: Op) -> Op:
+def normalized(program: LoweredProgram, op: Op) -> Op:
     width = len(op.argument("normalized_shape"))
     return op.with_arguments(normalized_shape=sizes_of(program, op.outputs[0])[-width:])
 
 
 @local("aten.unflatten.int")
-def unflatten(program: Program, op: Op) -> Op:
+def unflatten(program: LoweredProgram, op: Op) -> Op:
     dim = op.argument("dim", 0) % len(program.values[op.inputs[0]].shape)
     return op.with_arguments(sizes=sizes_of(program, op.outputs[0])[dim : dim + len(op.argument("sizes"))])
 
 
 @local("aten.split.Tensor", "split_with_sizes")
-def split(program: Program, op: Op) -> Op:
+def split(program: LoweredProgram, op: Op) -> Op:
     dim = op.argument("dim", 0) % len(program.values[op.inputs[0]].shape)
     parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)
     if op.argument("split_size") is None:
         return op.with_arguments(split_sizes=parts)
-    if all(cut.even(program.mesh.sizes[cut.axis]) for cut in program.layouts[op.inputs[0]].cuts[dim]):
+    if all(shard.even(program.mesh.sizes[shard.axis]) for shard in program.layouts[op.inputs[0]].shards[dim]):
         return op.with_arguments(split_size=parts[0])
-    arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, held) for key, held in op.arguments)
+    arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, value) for key, value in op.arguments)
     # an empty piece has no size to step by
     return replace(op, target="aten.split_with_sizes.default", arguments=arguments)
 
 
 @local("aten.slice.Tensor")
-def slice_(program: Program, op: Op) -> Op:
+def slice_(program: LoweredProgram, op: Op) -> Op:
     """One of n equal parts keeps its place among the parts; other slices are on dims that are whole."""
     rank = len(program.values[op.inputs[0]].shape)
     dim = op.argument("dim", 0) % rank
     before = program.values[op.inputs[0]].shape[dim]
     after = program.values[op.outputs[0]].shape[dim]
-    if not program.layouts[op.inputs[0]].cuts[dim] or before == after:
+    if not program.layouts[op.inputs[0]].shards[dim] or before == after:
         if before == after:
             return op.with_arguments(start=None, end=None)
         return op
@@ -112,13 +112,13 @@ def slice_(program: Program, op: Op) -> Op:
 
 
 @local("aten.mean.default", "aten.mean.dim")
-def mean(program: Program, op: Op) -> Op | tuple[Op, ...]:
+def mean(program: LoweredProgram, op: Op) -> Op | tuple[Op, ...]:
     """A mean over a split dim is a share: the local sum over the whole count."""
     source = program.layouts[op.inputs[0]]
-    rank = len(source.cuts)
-    held = op.argument("dim")
-    dims = tuple(range(rank)) if held in (None, ()) or not rank else tuple(d % rank for d in held)
-    if not any(source.cuts[dim] for dim in dims):
+    rank = len(source.shards)
+    reduced = op.argument("dim")
+    dims = tuple(range(rank)) if reduced in (None, ()) or not rank else tuple(d % rank for d in reduced)
+    if not any(source.shards[dim] for dim in dims):
         return op
     count = 1
     for dim in dims:
@@ -152,33 +152,33 @@ def _divided(op: Op, count: int) -> tuple[Op, ...]:
 @local("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss", "kl_div",
        "binary_cross_entropy_with_logits", "poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
        "cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")  # fmt: skip
-def loss(program: Program, op: Op) -> Op | tuple[Op, ...]:
+def loss(program: LoweredProgram, op: Op) -> Op | tuple[Op, ...]:
     """A mean over split elements, or rows, is the local sum over their whole number."""
     split = any(cut_axes(program.layouts[name]) for name in op.inputs)
     if op.argument("reduction", 1) != 1 or not split:
         return op
-    signature = program.facts.signatures[op.name]
+    signature = program.analysis.signatures[op.name]
     assert signature.rule is not None
-    atoms = program.facts.atoms
+    atoms = program.analysis.atoms
     count = math.prod(atoms.product(signature.labels[label]) for label in signature.rule.sums)
     return _divided(op.with_arguments(reduction=2), count)
 
 
 @local("embedding")
-def embedding(program: Program, op: Op) -> Op:
+def embedding(program: LoweredProgram, op: Op) -> Op:
     weight = program.layouts[op.inputs[0]]
-    if not weight.cuts[0]:
+    if not weight.shards[0]:
         return op
-    axes, cut = one_cut(program, op, "the rows of a table", weight.cuts[0])
+    axes, shard = one_cut(program, op, "the rows of a table", weight.shards[0])
     return replace(op, target="runtime.embedding_rows").with_arguments(
-        axes=axes, cut=cut, rows=program.values[op.inputs[0]].shape[0]
+        axes=axes, sharding=shard, rows=program.values[op.inputs[0]].shape[0]
     )
 
 
-def one_cut(program: Program, op: Op, what: str, cuts: Sequence[Cut]) -> tuple[tuple[str, ...], Cut]:
+def one_cut(program: LoweredProgram, op: Op, what: str, shards: Sequence[Shard]) -> tuple[tuple[str, ...], Shard]:
     """The axes that cut a dim, and their cuts as one over the product of these axes, as an algorithm wants it."""
-    axes = tuple(cut.axis for cut in cuts)
-    joined = cuts[0] if len(cuts) == 1 else join_cuts(cuts, program.mesh.sizes)
+    axes = tuple(shard.axis for shard in shards)
+    joined = shards[0] if len(shards) == 1 else join_shards(shards, program.mesh.sizes)
     if joined is None:
         raise LoweringError(
             f"{op}: {what} can't be split by {' and '.join(axes)} at once; split them on one axis, or on axes that "
@@ -188,27 +188,27 @@ def one_cut(program: Program, op: Op, what: str, cuts: Sequence[Cut]) -> tuple[t
 
 
 @local("aten.cross_entropy_loss.default")
-def cross_entropy(program: Program, op: Op) -> Op:
+def cross_entropy(program: LoweredProgram, op: Op) -> Op:
     logits = program.layouts[op.inputs[0]]
-    at = 1 if len(logits.cuts) > 1 else 0
-    classes = logits.cuts[at]
-    rows = tuple(axis for dim in range(len(logits.cuts)) if dim != at for axis in split_axes(logits, dim))
+    at = 1 if len(logits.shards) > 1 else 0
+    classes = logits.shards[at]
+    rows = tuple(axis for dim in range(len(logits.shards)) if dim != at for axis in split_axes(logits, dim))
     if not classes and (not rows or op.argument("reduction", 1) != 1):
         return op
-    found = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
+    result = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
     if classes:
-        whole = program.values[op.inputs[0]].shape[at]
-        axes, cut = one_cut(program, op, "classes", classes)
-        found = found.with_arguments(classes=axes, cut=cut, size=whole)
-    return found
+        total = program.values[op.inputs[0]].shape[at]
+        axes, shard = one_cut(program, op, "classes", classes)
+        result = result.with_arguments(classes=axes, sharding=shard, size=total)
+    return result
 
 
-def _in_mesh_order(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _in_mesh_order(program: LoweredProgram, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in program.mesh.names if axis in axes)
 
 
 @local("aten.nll_loss_nd.default", "aten.nll_loss.default")
-def nll_loss(program: Program, op: Op) -> Op:
+def nll_loss(program: LoweredProgram, op: Op) -> Op:
     rows = _in_mesh_order(program, cut_axes(program.layouts[op.inputs[1]]))
     if not rows or op.argument("reduction", 1) != 1:
         return op
@@ -216,7 +216,7 @@ def nll_loss(program: Program, op: Op) -> Op:
 
 
 @local("batch_norm", "_native_batch_norm_legit_functional", "aten._native_batch_norm_legit.no_stats")
-def batch_norm(program: Program, op: Op) -> Op:
+def batch_norm(program: LoweredProgram, op: Op) -> Op:
     """In training always the runtime's: it gives the new statistics, and sums them where rows are split."""
     training = op.argument("training", "no_training" not in op.target)
     if not training:
@@ -227,36 +227,36 @@ def batch_norm(program: Program, op: Op) -> Op:
 
 
 @local(*DROPOUTS)
-def dropout(program: Program, op: Op) -> Op:
+def dropout(program: LoweredProgram, op: Op) -> Op:
     """Masks are drawn by the op's key and the coordinates on the axes that split the value."""
     splits = _splits(program.layouts[op.outputs[0]])
     return replace(op, target="runtime.dropout").with_arguments(op_key=op.name, splits=splits)
 
 
 @local(OPAQUE)
-def opaque(program: Program, op: Op) -> Op:
+def opaque(program: LoweredProgram, op: Op) -> Op:
     """Where its rows are split, a part draws other random numbers on every rank; split experts are found by theirs."""
     split = [axis for axis in cut_axes(program.layouts[op.outputs[0]]) if axis != MB]  # microbatches differ anyway
     axes = _in_mesh_order(program, tuple(split))
     op = op.with_arguments(axes=axes) if axes else op
-    stacked = [program.layouts[op.inputs[slot.index]].cuts for slot in op.argument("held")]
-    homes = [cuts[0] for cuts in stacked if cuts and cuts[0]] if op.argument("rule") else []
-    if not homes:
+    stacked = [program.layouts[op.inputs[slot.index]].shards for slot in op.argument("held")]
+    storage_options = [shards[0] for shards in stacked if shards and shards[0]] if op.argument("rule") else []
+    if not storage_options:
         return op
-    if len(homes[0]) > 1:
+    if len(storage_options[0]) > 1:
         raise LoweringError(f"{op}: experts can be split on one axis only")
-    (cut,) = homes[0]
-    return replace(op, target="runtime.experts").with_arguments(home=(cut.axis,), cut=cut)
+    (shard,) = storage_options[0]
+    return replace(op, target="runtime.experts").with_arguments(home=(shard.axis,), sharding=shard)
 
 
 @local("scaled_dot_product_attention")
-def attention(program: Program, op: Op) -> Op:
+def attention(program: LoweredProgram, op: Op) -> Op:
     if not op.argument("dropout_p", 0.0):
         return op
     splits = _splits(program.layouts[op.outputs[0]])
     return replace(op, target="runtime.attention").with_arguments(op_key=op.name, splits=splits)
 
 
-def _splits(layout: Layout) -> tuple[tuple[int, Cut], ...]:
+def _splits(layout: Layout) -> tuple[tuple[int, Shard], ...]:
     """(dim, cut) for every cut, major to minor."""
-    return tuple((dim, cut) for dim, cuts in enumerate(layout.cuts) for cut in cuts)
+    return tuple((dim, shard) for dim, shards in enumerate(layout.shards) for shard in shards)

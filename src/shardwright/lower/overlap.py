@@ -1,4 +1,4 @@
-"""Passes for speed: sums in place, sums beside other work, sums that nobody waits for."""
+"""Passes for speed: all_reduce in place, overlapped with compute, or awaited only when read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ..ir import Op, Value
 from ..ir.graph import Slot
-from ..layout import whole
-from .counting import count_op, from_inputs, with_count
+from ..layout import replicated
+from .label_counts import count_op, from_inputs, with_label_count
 from .local import COUNTED
-from .program import Program
+from .program import LoweredProgram
 
 FRESH = frozenset(
     "aten.linear.default aten.mm.default aten.addmm.default aten.bmm.default aten.matmul.default "
@@ -17,39 +17,39 @@ FRESH = frozenset(
 )
 """Ops whose result is a tensor of its own that their backward does not read."""
 
-LINEARS = {"fan_out": "runtime.fan_out_linears", "gather_sum": "runtime.gather_linears"}
+LINEARS = {"replicate": "runtime.replicate_linears", "all_gather_to_r": "runtime.all_gather_linears"}
 _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
 
 
-def converter_of(op: Op) -> str | None:
-    """The kind of converter that an op is or contains; None if it sends nothing of its own."""
+def reshard_kind(op: Op) -> str | None:
+    """The kind of reshard that an op is or contains; None if it sends nothing of its own."""
     return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
 
 
-def count_early(program: Program) -> Program:
+def count_early(program: LoweredProgram) -> LoweredProgram:
     """Labels that come from the inputs alone are cut and counted first, so that their count travels meanwhile."""
     makers = {name: op for op in program.body for name in op.outputs}
-    held = {holding.value for holding in program.holdings}
+    parameters = {holding.value for holding in program.parameters}
     values, layouts = dict(program.values), dict(program.layouts)
     first: dict[str, Op] = {}
     changed: dict[str, Op] = {}
     for op in program.body:
         if op.target not in COUNTED or not op.argument("rows") or op.argument("count") is not None:
             continue
-        labels = from_inputs(op.inputs[op.argument("target").index], makers, held)
+        labels = from_inputs(op.inputs[op.argument("target").index], makers, parameters)
         weight = op.argument("weight")
         if labels is None or op.argument("reduction", 1) != 1 or (weight and op.inputs[weight.index] in makers):
             continue
         count = count_op(op, "runtime.begin_count", over=op.argument("rows"))
         (name,) = count.outputs
-        values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), whole(0)
-        changed[op.name] = with_count(op, name)
-        first |= {made.name: made for made in (*labels, count)}
+        values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), replicated(0)
+        changed[op.name] = with_label_count(op, name)
+        first |= {counted.name: counted for counted in (*labels, count)}
     rest = (changed.get(op.name, op) for op in program.body if op.name not in first)
     return program.with_(body=(*first.values(), *rest), values=values, layouts=layouts)
 
 
-def awaited_later(program: Program) -> Program:
+def awaited_later(program: LoweredProgram) -> LoweredProgram:
     """The sum of a number that leaves the program and that no op reads is awaited when the user looks at it."""
     if program.stepped:
         return program
@@ -60,13 +60,14 @@ def awaited_later(program: Program) -> Program:
         return out in needed and out not in users and not program.values[out].shape and program.values[out].gradient
 
     body = tuple(
-        op.with_arguments(later=True) if op.target == "comm.fan_in" and for_the_user(op) else op for op in program.body
+        op.with_arguments(later=True) if op.target == "comm.all_reduce" and for_the_user(op) else op
+        for op in program.body
     )
     return program.with_(body=body)
 
 
-def in_place(program: Program) -> Program:
-    """A partial sum that only the converter reads is summed where it stands."""
+def in_place(program: LoweredProgram) -> LoweredProgram:
+    """A partial sum that only the reshard reads is summed where it stands."""
     makers = {name: op for op in program.body for name in op.outputs}
     users, needed = program.users(), program.needed()
 
@@ -75,7 +76,7 @@ def in_place(program: Program) -> Program:
         return source in makers and makers[source].target in FRESH and len(users[source]) == 1 and source not in needed
 
     body = tuple(
-        op.with_arguments(in_place=True) if op.target == "comm.fan_in" and only_reader(op) else op
+        op.with_arguments(in_place=True) if op.target == "comm.all_reduce" and only_reader(op) else op
         for op in program.body
     )
     return program.with_(body=body)
@@ -83,53 +84,55 @@ def in_place(program: Program) -> Program:
 
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.convolution.default", "aten.conv1d.default",
             "aten.conv2d.default", "aten.conv3d.default")  # fmt: skip
-"""Ops that a queue of weights' gradients knows."""
+"""Ops whose weight gradients can be computed later."""
 
 
-def put_off(program: Program) -> Program:
-    """Where backward is in two steps, products with parameters give their weights' gradients in the second."""
+def put_off(program: LoweredProgram) -> LoweredProgram:
+    """Where backward is in two steps, matmuls with parameters compute their weight gradients in the second."""
     if not program.puts_off:
         return program
-    held = {holding.value for holding in program.holdings if holding.trainable}
+    trainable = {holding.value for holding in program.parameters if holding.trainable}
 
     def later(op: Op) -> bool:
         known = op.target in PRODUCTS and not op.argument("transposed") and op.autocast is None and not op.no_grad
-        return known and any(name in held for name in op.inputs)
+        return known and any(name in trainable for name in op.inputs)
 
     body = tuple(replace(op, target=f"weights.{op.target}") if later(op) else op for op in program.body)
     return program.with_(body=body)
 
 
-def overlap(program: Program) -> Program:
-    """A value whose gradient is to be summed, and the products that alone read it, become one op."""
+def overlap(program: LoweredProgram) -> LoweredProgram:
+    """A value whose gradient is a pending sum, and the linears that alone read it, become one op."""
     users, needed = program.users(), program.needed()
-    held = {holding.value for holding in program.holdings}
+    parameters = {holding.value for holding in program.parameters}
     joined: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         readers = users.get(op.outputs[0], [])
-        if converter_of(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
+        if reshard_kind(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
             continue
-        if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(op, readers):
+        if readers and all(_is_layer(reader, op.outputs[0], parameters) for reader in readers) and _alike(op, readers):
             joined[readers[0].name] = _joined(op, readers)
             gone.update((op.name, *(reader.name for reader in readers[1:])))
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
 
 
-def _is_layer(op: Op, x: str, held: set[str]) -> bool:
-    """Whether an op is a product of a value with parameters, which are there from the start."""
-    return op.target == "aten.linear.default" and op.inputs[0] == x and all(name in held for name in op.inputs[1:])
+def _is_layer(op: Op, x: str, parameters: set[str]) -> bool:
+    """Whether an op is a linear of a value with parameters, which are there from the start."""
+    return (
+        op.target == "aten.linear.default" and op.inputs[0] == x and all(name in parameters for name in op.inputs[1:])
+    )
 
 
-def _alike(converter: Op, readers: list[Op]) -> bool:
+def _alike(reshard: Op, readers: list[Op]) -> bool:
     """Whether all run in one mode. What is gathered before a recompute region is not gathered again in it."""
-    if converter.region != readers[0].region:
+    if reshard.region != readers[0].region:
         return False
     return len({(op.region, op.autocast, op.no_grad) for op in readers}) == 1 and not readers[0].no_grad
 
 
-def _joined(converter: Op, layers: list[Op]) -> Op:
-    inputs: list[str] = [*converter.inputs]
+def _joined(reshard: Op, layers: list[Op]) -> Op:
+    inputs: list[str] = [*reshard.inputs]
     columns: dict[str, list[Slot | None]] = {"weight": [], "bias": []}
     for op in layers:
         for key, column in columns.items():
@@ -138,10 +141,10 @@ def _joined(converter: Op, layers: list[Op]) -> Op:
             if isinstance(slot, Slot):
                 inputs.append(op.inputs[slot.index])
     biases = tuple(columns["bias"]) if any(columns["bias"]) else None
-    arguments = (("input", Slot(0)), *converter.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
+    arguments = (("input", Slot(0)), *reshard.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
     return replace(
         layers[0],
-        target=LINEARS[converter.target.removeprefix("comm.")],
+        target=LINEARS[reshard.target.removeprefix("comm.")],
         inputs=tuple(inputs),
         outputs=tuple(name for op in layers for name in op.outputs),
         arguments=arguments,

@@ -11,19 +11,19 @@ from ..rules import Analysis, analyse
 from .check import check
 from .local import localize
 from .overlap import awaited_later, count_early, in_place, overlap, put_off
-from .place import Placer, Task, check_edges
-from .program import Program
+from .place import PlacementTask, Placer, check_edges
+from .program import LoweredProgram
 from .prologue import check_time, prologue
-from .tidy import fold_bias, fold_mean, fuse, hoist, loosen, prune
+from .tidy import fold_bias, fold_mean, fuse, hoist, prune, relax_layouts
 
-Pass = Callable[[Program], Program]
+Pass = Callable[[LoweredProgram], LoweredProgram]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
     ("check edges: every input has the layout its op asks for", check_edges),
     ("prune: ops nobody reads", prune),
     ("fuse: reductions in a row over several axes", fuse),
     ("localize: sizes and algorithms of this rank", localize),
-    ("loosen: views of a share are reshapes", loosen),
+    ("loosen: views of a share are reshapes", relax_layouts),
     ("prologue: what all microbatches need", prologue),
     ("check time: nothing needs another microbatch", check_time),
     ("count early: labels are counted as soon as they are there", count_early),
@@ -40,23 +40,23 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 def lower(
     graph: Graph,
     plan: Plan,
-    facts: Analysis | None = None,
+    analysis: Analysis | None = None,
     *,
-    homes: Mapping[str, Layout] | None = None,
-    mode: str = "same",
-    show: Callable[[str, Program], None] | None = None,
-) -> Program:
+    storage_options: Mapping[str, Layout] | None = None,
+    mode: str = "global",
+    show: Callable[[str, LoweredProgram], None] | None = None,
+) -> LoweredProgram:
     """The program for a graph under a plan of one segment. `homes` fixes how parameters are held (later entries)."""
     plan.check_against(graph)
     (segment,) = plan.entries[graph.entry]
-    task = Task(
+    task = PlacementTask(
         graph=graph,
-        facts=facts or analyse(graph),
+        analysis=analysis or analyse(graph),
         mesh=segment.mesh,
         choices=segment.choices,
         recompute=segment.recompute,
         storage=plan.storage,
-        homes=homes or {},
+        storage_options=storage_options or {},
         mode=mode,
         plan_name=plan.name,
         plan_policy=plan.policy,
@@ -64,11 +64,11 @@ def lower(
     return run(Placer(task), show)
 
 
-def run(placer: Placer, show: Callable[[str, Program], None] | None = None) -> Program:
+def run(placer: Placer, show: Callable[[str, LoweredProgram], None] | None = None) -> LoweredProgram:
     """Place, and run all passes."""
     program = placer.run()
     if show is not None:
-        show("place: layouts and converters", program)
+        show("place: layouts and reshards", program)
     for name, step in PASSES:
         program = check(step(program))
         if show is not None:

@@ -1,10 +1,10 @@
-"""The first pass: give every use its layout and put converters between producers and uses.
+"""The first pass: give every use its layout and put reshards between producers and uses.
 
-For each value the converters form the cheapest tree over all its uses, so that a sum that
+For each value the reshards form the cheapest tree over all its uses, so that a sum that
 two uses need is done once, and gradients join before they are reduced.
 
 In a recompute region what is placed runs again in backward. So what enters a region from outside
-is sent before its first op; converters that send nothing forward stay where they are used, unless others
+is sent before its first op; reshards that send nothing forward stay where they are used, unless others
 use their result too.
 """
 
@@ -13,46 +13,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..conversion import Form, Step, forget_gradient, forms_of, home_layout, same
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
-from ..layout import FANNED, WHOLE, Layout, Mesh, Partial, make_layout, whole
+from ..layout import INVARIANT, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
 from ..plan import regions_of
 from ..plan.pipeline import MB
 from ..plan.plan import Choices
-from ..plan.rows import replica_axes, rows_layout
+from ..plan.replica_axes import batch_layout, replica_axes
+from ..reshard import LayoutForm, Reshard, forget_gradient, forms_of, parameter_layout, same_placement
 from ..rules import FAN, Analysis
-from .program import Holding, Program
+from .program import LoweredProgram, ParameterPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PlacementTask:
     """What is to be placed: a graph, or the graph of a segment, on a mesh.
 
     mesh        with the axis in time, if there are microbatches
-    homes       how parameters are held, where that is decided already
-    mode        "rows" if each data-parallel group passes its own rows
-    entering    values that come from other segments, as they lie in time
-    leaving     values that go to other segments, as those want them; None: as they are made
-    title       what it is, for the head of the file: "segment 0 of 2"; `said` are more lines for it
+    storage_options    layouts of parameters, where that is decided already
+    mode        "per_replica" if each data-parallel replica passes its own samples
+    entering    values received from other segments, with their layout over microbatches
+    leaving     values sent to other segments, in the layouts those want; None: as they are produced
+    title       what it is, for the head of the file: "segment 0 of 2"; `header` has more lines for it
     stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
     """
 
     graph: Graph
-    facts: Analysis
+    analysis: Analysis
     mesh: Mesh
     choices: Choices
     recompute: tuple[str, ...] = ()
     storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    homes: Mapping[str, Layout] = field(default_factory=dict)
-    mode: str = "same"
+    storage_options: Mapping[str, Layout] = field(default_factory=dict)
+    mode: str = "global"
     entering: Mapping[str, Layout] = field(default_factory=dict)
     leaving: Mapping[str, Layout | None] = field(default_factory=dict)
     plan_name: str = ""
     plan_policy: str = ""
     title: str = ""
-    said: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()
     stepped: bool = False
     puts_off: bool = False
 
@@ -60,16 +60,22 @@ class Task:
 class Placer:
     """Walks the graph once and writes the program's ops."""
 
-    def __init__(self, task: Task) -> None:
-        self.task, self.graph, self.facts, self.mesh, self.mode = task, task.graph, task.facts, task.mesh, task.mode
+    def __init__(self, task: PlacementTask) -> None:
+        self.task, self.graph, self.analysis, self.mesh, self.mode = (
+            task,
+            task.graph,
+            task.analysis,
+            task.mesh,
+            task.mode,
+        )
         graph = task.graph
         self.sizes = task.mesh.sizes
         self.values: dict[str, Value] = {}
         self.layouts: dict[str, Layout] = {}
         self.ops: list[Op] = []
-        self.forms: dict[str, dict[Layout, Form]] = {}
+        self.forms: dict[str, dict[Layout, LayoutForm]] = {}
         self.counts: dict[str, int] = {}
-        self.choices = {name: held for name, held in task.choices.items() if held}
+        self.choices = {name: choice for name, choice in task.choices.items() if choice}
         self.regions = regions_of(graph, task.recompute)
         self.region: str | None = None  # the region that is being placed,
         self.start = 0  # where it starts,
@@ -81,32 +87,32 @@ class Placer:
                 self.uses[name].append(layout)
         for name, layout in self._sinks():
             self.uses[name].append(layout)
-        self.homes = dict(task.homes)
+        self.storage_options = dict(task.storage_options)
 
     def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        signature = self.facts.signatures[op.name]
-        choice = {} if self.facts.is_constant(op) else self.choices.get(op.name, {})
+        signature = self.analysis.signatures[op.name]
+        choice = {} if self.analysis.is_constant(op) else self.choices.get(op.name, {})
         if signature.rule is None and any(picked != FAN for picked in choice.values()):
             raise PlanError(f"the plan splits {op}, which has no rule")
         return signature.layouts(choice, self.mesh)
 
     def _leaving(self, name: str) -> Layout:
-        """Outputs leave whole; in "rows" mode those that have the batch leave as this group's rows.
+        """Outputs leave replicated; in "per_replica" mode those with a batch dim leave as this replica's samples.
 
         In time they stay as they are made, and so do values that go to other segments, which are settled but for that.
         """
         value = self.graph.values[name]
-        made = self._made(name)
+        produced = self._produced(name)
         if name in self.task.leaving:
             wanted = self.task.leaving[name]
-            return settled(made) if wanted is None else wanted
-        if self.mode == "rows" and value.shape and any(output.value == name for output in self.graph.outputs):
-            return in_time(self._rows(name), made, self.sizes)
-        return in_time(whole(len(value.shape)), made, self.sizes)
+            return sendable_layout(produced) if wanted is None else wanted
+        if self.mode == "per_replica" and value.shape and any(output.value == name for output in self.graph.outputs):
+            return in_time(self._per_replica(name), produced, self.sizes)
+        return in_time(replicated(len(value.shape)), produced, self.sizes)
 
     def _stored(self, name: str) -> Layout:
         """The new value of a buffer is that of the whole batch: unlike an output, it does not add up over time."""
-        return whole(len(self.graph.values[name].shape))
+        return replicated(len(self.graph.values[name].shape))
 
     def _sinks(self) -> Iterator[tuple[str, Layout]]:
         """The values that must be computed, and how: outputs and buffer updates."""
@@ -125,24 +131,24 @@ class Placer:
         """How a value that goes to another segment is given."""
         return self._leaving(name)
 
-    def _made(self, name: str) -> Layout:
-        """How a value lies where it is made."""
+    def _produced(self, name: str) -> Layout:
+        """The layout in which a value is produced."""
         maker = self.graph.producer.get(name)
         if maker is None:
-            return self.task.entering.get(name, whole(len(self.graph.values[name].shape)))
+            return self.task.entering.get(name, replicated(len(self.graph.values[name].shape)))
         return self.placed[maker.name][1][maker.outputs.index(name)]
 
-    def _rows(self, name: str) -> Layout:
-        """The layout in which each data-parallel group has its own rows."""
-        return rows_layout(self.facts, self.mesh, replica_axes(self.mesh), name)
+    def _per_replica(self, name: str) -> Layout:
+        """The layout in which each data-parallel replica has its own samples."""
+        return batch_layout(self.analysis, self.mesh, replica_axes(self.mesh), name)
 
-    def run(self) -> Program:
+    def run(self) -> LoweredProgram:
         graph = self.graph
-        for held in graph.inputs:
-            self._produce(held.value, self._entering(held.value))
-        holdings = [self._hold(parameter) for parameter in graph.parameters]
+        for item in graph.inputs:
+            self._produce(item.value, self._entering(item.value))
+        parameters = [self._hold(parameter) for parameter in graph.parameters]
         for buffer in graph.buffers:
-            self._produce(buffer.value, whole(len(graph.values[buffer.value].shape)))
+            self._produce(buffer.value, replicated(len(graph.values[buffer.value].shape)))
         for op in graph.ops:
             self._place(op)
         self._enter(None)
@@ -153,15 +159,15 @@ class Placer:
         updates = tuple(
             (b.key, self._use(b.update, self._stored(b.update), None)) for b in graph.buffers if b.update is not None
         )
-        return Program(
+        return LoweredProgram(
             graph=graph,
-            facts=self.facts,
+            analysis=self.analysis,
             mesh=self.mesh,
             plan_name=self.task.plan_name,
             plan_policy=self.task.plan_policy,
             values=self.values,
             layouts=self.layouts,
-            holdings=tuple(holdings),
+            parameters=tuple(parameters),
             body=tuple(self.ops),
             outputs=outputs,
             updates=updates,
@@ -170,17 +176,19 @@ class Placer:
             stepped=self.task.stepped,
             puts_off=self.task.puts_off,
             title=self.task.title,
-            said=self.task.said,
+            header=self.task.header,
             received=frozenset(self.task.entering),
         )
 
     def _entering(self, name: str) -> Layout:
-        """Inputs of the model are there whole, or as rows, and so is their gradient: it adds up over time."""
+        """Inputs are replicated, or split by samples, and so is their gradient: it sums over microbatches."""
         layout = self.task.entering.get(name)
         if layout is not None:
             return entering(layout, self.uses[name], self.mesh)
-        layout = self._rows(name) if self.mode == "rows" else whole(len(self.graph.values[name].shape))
-        return layout.with_placement(MB, FANNED) if MB in self.sizes else layout
+        layout = (
+            self._per_replica(name) if self.mode == "per_replica" else replicated(len(self.graph.values[name].shape))
+        )
+        return layout.with_placement(MB, REPLICATE) if MB in self.sizes else layout
 
     def _produce(self, name: str, layout: Layout) -> None:
         value = self.graph.values[name]
@@ -213,13 +221,13 @@ class Placer:
             self.inside.update(op.outputs)
 
     def _use(self, name: str, layout: Layout, op: Op | None) -> str:
-        """The program's name for a value in the layout that a use wants, converters placed before it."""
+        """The program's name for a value in the layout that a use wants, reshards placed before it."""
         if not self.graph.values[name].gradient:
             layout = forget_gradient(layout)
         return self._materialise(name, self.forms[name][layout], op)
 
-    def _materialise(self, name: str, node: Form, op: Op | None, before: bool = False) -> str:
-        """Place the converters that lead to a node. `before` the region goes what a sending converter needs."""
+    def _materialise(self, name: str, node: LayoutForm, op: Op | None, before: bool = False) -> str:
+        """Place the reshards that lead to a node. `before` the region goes what a sending reshard needs."""
         if node.name is not None:
             return node.name
         assert node.parent is not None and node.step is not None
@@ -235,87 +243,88 @@ class Placer:
             gradient=self.values[name].gradient,
         )
         self.layouts[node.name] = node.layout
-        made = convert_op(node.step, source, node.name, op, self.graph.producer.get(name))
-        self._add(replace(made, region=self.region), before=before and source not in self.inside)
+        reshard = reshard_op(node.step, source, node.name, op, self.graph.producer.get(name))
+        self._add(replace(reshard, region=self.region), before=before and source not in self.inside)
         return node.name
 
-    def _used_elsewhere(self, name: str, node: Form) -> bool:
+    def _used_elsewhere(self, name: str, node: LayoutForm) -> bool:
         """Whether something outside of the region that is being placed uses a node, or what is made of it."""
         for op, index in self.graph.users[name]:
             if self.regions.get(op.name) != self.region and self._leads_to(node, name, self.placed[op.name][0][index]):
                 return True
-        return any(held == name and self._leads_to(node, name, layout) for held, layout in self._sinks())
+        return any(sink == name and self._leads_to(node, name, layout) for sink, layout in self._sinks())
 
-    def _leads_to(self, node: Form, name: str, goal: Layout) -> bool:
+    def _leads_to(self, node: LayoutForm, name: str, goal: Layout) -> bool:
         goal = goal if self.graph.values[name].gradient else forget_gradient(goal)
-        at: Form | None = self.forms[name][goal]
+        at: LayoutForm | None = self.forms[name][goal]
         while at is not None and at is not node:
             at = at.parent
         return at is node
 
-    def _hold(self, parameter: Parameter) -> Holding:
+    def _hold(self, parameter: Parameter) -> ParameterPlacement:
         value = self.graph.values[parameter.value]
-        wish = tuple(held for held in self.task.storage.get(parameter.key, ()) if held[0] in self.sizes)
-        home = self.homes.get(parameter.key)
-        if home is None:
-            home = home_layout(self.uses[parameter.value], self.mesh, len(value.shape))
-            for axis, _ in wish if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
-                home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
-        zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED)
-        if home.cut_of(MB) is not None:
+        requested = tuple(pair for pair in self.task.storage.get(parameter.key, ()) if pair[0] in self.sizes)
+        layout = self.storage_options.get(parameter.key)
+        if layout is None:
+            layout = parameter_layout(self.uses[parameter.value], self.mesh, len(value.shape))
+            for axis, _ in requested if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
+                layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
+        zero = tuple(pair for pair in requested if not parameter.trainable or layout.placement(pair[0]) == REPLICATE)
+        if layout.shard_of(MB) is not None:
             raise LoweringError(
                 f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
                 f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
                 "name those that have none: parallelize(..., unbatched=[...])"
             )
-        home = home.with_placement(MB, WHOLE) if MB in self.sizes else home
+        layout = layout.with_placement(MB, INVARIANT) if MB in self.sizes else layout
         if not parameter.trainable:
-            home = forget_gradient(home)
+            layout = forget_gradient(layout)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
-        self._produce(parameter.value, home.with_placement(MB, FANNED) if added_up else home)
-        return Holding(
+        self._produce(parameter.value, layout.with_placement(MB, REPLICATE) if added_up else layout)
+        return ParameterPlacement(
             value=parameter.value,
             keys=parameter.keys,
             shape=value.shape,
             dtype=value.dtype,
             trainable=parameter.trainable,
-            layout=home,
+            layout=layout,
             zero=zero,
         )
 
 
-def settled(layout: Layout) -> Layout:
-    """The layout in which a value goes to another segment: cut or whole on every axis; in time as it is."""
-    return make_layout(layout.cuts, {name: held for name, held in layout.rest if name == MB})
+def sendable_layout(layout: Layout) -> Layout:
+    """The layout in which a value is sent: sharded or replicated on every axis; over microbatches as it is."""
+    return make_layout(layout.shards, {name: placement for name, placement in layout.rest if name == MB})
 
 
-def in_time(layout: Layout, made: Layout, sizes: Mapping[str, int]) -> Layout:
+def in_time(layout: Layout, produced: Layout, sizes: Mapping[str, int]) -> Layout:
     """A layout of an output, in time as the value is made; its gradient is the same for all microbatches."""
-    found = made.cut_of(MB)
-    if found is None:
-        held = made.placement(MB)
-        return layout.with_placement(MB, held) if isinstance(held, Partial) else layout
-    dim, cut = found
+    split = produced.shard_of(MB)
+    if split is None:
+        placement = produced.placement(MB)
+        return layout.with_placement(MB, placement) if isinstance(placement, Partial) else layout
+    dim, shard = split
     if next(iter(sizes)) != MB:
-        return layout.with_cut(dim, cut)
-    cuts = tuple((cut, *held) if at == dim else held for at, held in enumerate(layout.cuts))
-    return make_layout(cuts, dict(layout.rest))
+        return layout.with_shard(dim, shard)
+    shards = tuple((shard, *others) if at == dim else others for at, others in enumerate(layout.shards))
+    return make_layout(shards, dict(layout.rest))
 
 
-def entering(given: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
-    """How a value from another segment is taken: as its most split use has it, settled; in time as it was given."""
-    best = settled(home_layout(uses, mesh, len(given.cuts)))
-    if best.cut_of(MB) == given.cut_of(MB):
-        return make_layout(best.cuts, {MB: given.placement(MB) or WHOLE})
-    cuts = [tuple(cut for cut in held if cut.axis == MB) for held in given.cuts]
-    return make_layout(cuts, {MB: given.placement(MB) or WHOLE})
+def entering(sent: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
+    """How a value from another segment is received: as its most sharded use, without pending sums; over microbatches
+    as it was sent."""
+    best = sendable_layout(parameter_layout(uses, mesh, len(sent.shards)))
+    if best.shard_of(MB) == sent.shard_of(MB):
+        return make_layout(best.shards, {MB: sent.placement(MB) or INVARIANT})
+    shards = [tuple(shard for shard in dim_shards if shard.axis == MB) for dim_shards in sent.shards]
+    return make_layout(shards, {MB: sent.placement(MB) or INVARIANT})
 
 
-def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
-    """A converter as an op. It belongs to the module of the op that it stands before."""
+def reshard_op(step: Reshard, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
+    """A reshard as an op. It belongs to the module of the op that it stands before."""
     near = op or producer
     arguments: list[tuple[str, object]] = [("axes", step.axes)]
-    for key in ("dim", "cut", "to_dim", "to_cut"):
+    for key in ("dim", "sharding", "to_dim", "to_sharding"):
         if getattr(step, key) is not None:
             arguments.append((key, getattr(step, key)))
     if step.kind == "reduce":
@@ -331,18 +340,18 @@ def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op
     )
 
 
-def check_edges(program: Program) -> Program:
+def check_edges(program: LoweredProgram) -> LoweredProgram:
     """Every op must find its inputs in the layouts that its choice asks for."""
     for op in program.body:
         if op.target.startswith("comm."):
             continue
-        signature = program.facts.signatures[op.name]
-        choice = {} if program.facts.is_constant(op) or program.choices is None else program.choices.get(op.name, {})
+        signature = program.analysis.signatures[op.name]
+        choice = {} if program.analysis.is_constant(op) or program.choices is None else program.choices.get(op.name, {})
         inputs, _ = signature.layouts(choice, program.mesh)
         for name, wanted in zip(op.inputs, inputs, strict=True):
-            held = program.layouts[name]
+            layout = program.layouts[name]
             if not program.values[name].gradient:
-                held, wanted = forget_gradient(held), forget_gradient(wanted)
-            if not same(held, wanted, program.mesh.sizes):
-                raise LoweringError(f"{op} wants {program.values[name]} as {wanted} and finds it as {held}")
+                layout, wanted = forget_gradient(layout), forget_gradient(wanted)
+            if not same_placement(layout, wanted, program.mesh.sizes):
+                raise LoweringError(f"{op} wants {program.values[name]} as {wanted} and finds it as {layout}")
     return program

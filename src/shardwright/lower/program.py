@@ -1,4 +1,4 @@
-"""The program of a rank: local ops with converters between them, and how parameters are held.
+"""The program of a rank: local ops with reshards between them, and how parameters are held.
 
 All ranks of a mesh run the same program and differ only by their coordinates. Shapes in
 `values` stay global; what a rank really has follows from `layouts`.
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ir import Graph, Input, Op, Value
-from ..layout import Layout, Mesh, Reduction, share
+from ..layout import Layout, Mesh, Reduction, chunk_bounds
 from ..plan.pipeline import MB
 from ..rules import Analysis
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class SizeFactor:
     """One factor of a size: an atom, or a plain number, with the axes that cut it, major to minor."""
 
     size: int
@@ -26,17 +26,17 @@ class Factor:
     axes: tuple[str, ...] = ()
 
     def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-        held = self.size
+        size = self.size
         for axis in self.axes:
-            held = share(held, sizes[axis], at[axis])[1]
-        return held
+            size = chunk_bounds(size, sizes[axis], at[axis])[1]
+        return size
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """A local size as a sum of products, so that it can be printed with names ("3 * h * E")."""
 
-    sections: tuple[tuple[Factor, ...], ...]
+    sections: tuple[tuple[SizeFactor, ...], ...]
 
     def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
         return sum(math.prod(factor.local(sizes, at) for factor in section) for section in self.sections)
@@ -44,15 +44,15 @@ class Size:
     def times(self, number: int) -> Size:
         if number == 1:
             return self
-        return Size(tuple((Factor(number), *section) for section in self.sections))
+        return Size(tuple((SizeFactor(number), *section) for section in self.sections))
 
-    def whole(self) -> Size:
-        return Size(tuple(tuple(Factor(f.size, f.atom) for f in section) for section in self.sections))
+    def global_size(self) -> Size:
+        return Size(tuple(tuple(SizeFactor(f.size, f.atom) for f in section) for section in self.sections))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """How a parameter is held: cut for computing, summed over axes after backward, split for storage."""
+class ParameterPlacement:
+    """How a parameter is placed: sharded for compute, its gradient reduced over axes, stored as ZeRO says."""
 
     value: str
     keys: tuple[str, ...]
@@ -68,7 +68,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Early:
+class PrologueValue:
     """A value that all microbatches need and no parameter goes into: `source` of each, reduced over time and `axes`."""
 
     value: str
@@ -78,32 +78,32 @@ class Early:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class LoweredProgram:
     """The program for one entry on one mesh."""
 
     graph: Graph
-    facts: Analysis
+    analysis: Analysis
     mesh: Mesh
     plan_name: str
     plan_policy: str
     values: Mapping[str, Value]
     layouts: Mapping[str, Layout]
-    holdings: tuple[Holding, ...]
+    parameters: tuple[ParameterPlacement, ...]
     constants: tuple[Op, ...] = ()  # run once, whole, when the program is loaded
     body: tuple[Op, ...] = ()
     outputs: tuple[str | None, ...] = ()  # the value for each output of the graph, None for a literal
     updates: tuple[tuple[str, str], ...] = ()  # (buffer key, value)
-    mode: str = "same"
+    mode: str = "global"
     choices: Mapping[str, Any] | None = None
     title: str = ""  # what it is of a pipeline,
-    said: tuple[str, ...] = ()  # and what else the head of its file says
+    header: tuple[str, ...] = ()  # and what else the head of its file says
     stepped: bool = False  # run by a schedule, several times in a training step
     puts_off: bool = False  # backward is in two steps, and weights' gradients are for the second
     received: frozenset[str] = frozenset()  # the inputs that come from other segments
     prologue: tuple[Op, ...] = ()  # run for every microbatch before the first forward
-    early: tuple[Early, ...] = ()  # what the prologue makes for all of them
+    early: tuple[PrologueValue, ...] = ()  # what the prologue makes for all of them
 
-    def with_(self, **changes: Any) -> Program:
+    def with_(self, **changes: Any) -> LoweredProgram:
         return replace(self, **changes)
 
     @property
@@ -116,67 +116,69 @@ class Program:
         return math.prod(axis.size for axis in self.mesh.axes if axis.name != MB)
 
     @property
-    def asked(self) -> tuple[Input, ...]:
+    def prologue_inputs(self) -> tuple[Input, ...]:
         """The inputs that the prologue reads."""
         read = {name for op in self.prologue for name in op.inputs} | {early.source for early in self.early}
-        return tuple(held for held in self.graph.inputs if held.value in read)
+        return tuple(item for item in self.graph.inputs if item.value in read)
 
     def users(self) -> dict[str, list[Op]]:
-        found: dict[str, list[Op]] = {}
+        users: dict[str, list[Op]] = {}
         for op in self.ops:
             for name in op.inputs:
-                found.setdefault(name, []).append(op)
-        return found
+                users.setdefault(name, []).append(op)
+        return users
 
     def needed(self) -> set[str]:
         """The values that leave the program."""
         return {name for name in self.outputs if name is not None} | {name for _, name in self.updates}
 
 
-def sizes_of(program: Program, value: str) -> tuple[Size, ...]:
+def sizes_of(program: LoweredProgram, value: str) -> tuple[Size, ...]:
     """The local size of every dim of a value, in atoms."""
-    origin = base_of(value)
-    dims = program.facts.dims[origin]
+    origin = graph_value(value)
+    dims = program.analysis.dims[origin]
     layout = program.layouts[value]
-    return tuple(_size(program, dim, layout.cuts[at]) for at, dim in enumerate(dims))
+    return tuple(_size(program, dim, layout.shards[at]) for at, dim in enumerate(dims))
 
 
-def base_of(value: str) -> str:
-    """The graph's name for a program value: converters add "@n" to it."""
+def graph_value(value: str) -> str:
+    """The graph's name for a program value: reshards add "@n" to it."""
     return value.split("@", 1)[0]
 
 
-def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
-    atoms, mesh = program.facts.atoms, program.mesh
-    taken: list[tuple[int, int]] = []
+def _size(program: LoweredProgram, dim: tuple[int, ...], shards: tuple[Any, ...]) -> Size:
+    atoms, mesh = program.analysis.atoms, program.mesh
+    split: list[tuple[int, int]] = []
     axes: dict[int, tuple[str, ...]] = {}
-    for cut in cuts:
-        axis = mesh.axis(cut.axis)
+    for shard in shards:
+        axis = mesh.axis(shard.axis)
         for atom in atoms.splittable(dim):
-            if atoms.cut(dim, atom, axis, taken) == cut:
-                taken.append((atom, axis.size))
+            if atoms.shard(dim, atom, axis, split) == shard:
+                split.append((atom, axis.size))
                 axes[atom] = (*axes.get(atom, ()), axis.name)
                 break
         else:
             total = atoms.product(dim)
-            return Size(((Factor(total, None, tuple(held.axis for held in cuts)),),))
+            return Size(((SizeFactor(total, None, tuple(shard.axis for shard in shards)),),))
     return Size(
-        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes))
+        tuple(
+            tuple(SizeFactor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes)
+        )
     )
 
 
-def flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:
+def flat(atoms: Any, dim: tuple[int, ...], shard: Mapping[int, Any]) -> list[tuple[int, ...]]:
     """The sections of a dim, opened only as far as a cut reaches into them."""
     sections: list[tuple[int, ...]] = [()]
     for atom in atoms.expand(dim):
         inner = atoms.sections(atom)
-        if inner is None or atom in cut or not _reaches(atoms, inner, cut):
-            sections = [(*held, atom) for held in sections]
+        if inner is None or atom in shard or not _reaches(atoms, inner, shard):
+            sections = [(*section, atom) for section in sections]
         else:
-            opened = [part for section in inner for part in flat(atoms, section, cut)]
-            sections = [(*held, *part) for held in sections for part in opened]
+            opened = [part for section in inner for part in flat(atoms, section, shard)]
+            sections = [(*section, *part) for section in sections for part in opened]
     return sections
 
 
-def _reaches(atoms: Any, sections: tuple[tuple[int, ...], ...], cut: Mapping[int, Any]) -> bool:
-    return any(atom in cut for section in sections for part in flat(atoms, section, cut) for atom in part)
+def _reaches(atoms: Any, sections: tuple[tuple[int, ...], ...], shard: Mapping[int, Any]) -> bool:
+    return any(atom in shard for section in sections for part in flat(atoms, section, shard) for atom in part)

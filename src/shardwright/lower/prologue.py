@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from ..conversion import SENDS
 from ..errors import LoweringError, raise_all
 from ..ir import Op, Value
-from ..layout import Reduction, whole
+from ..layout import Reduction, replicated
 from ..plan.pipeline import MB
-from .counting import count_op, from_inputs, with_count
+from ..reshard import COLLECTIVES
+from .label_counts import count_op, from_inputs, with_label_count
 from .local import COUNTED
-from .program import Early, Program
+from .program import LoweredProgram, PrologueValue
 from .tidy import prune
 
-REDUCTIONS = ("fan_in", "fan_in_out", "reduce")
+REDUCTIONS = ("all_reduce", "all_reduce_to_r", "reduce")
 
 
-def prologue(program: Program) -> Program:
+def prologue(program: LoweredProgram) -> LoweredProgram:
     """Counts of labels and reductions over time, of inputs alone, are taken before the first forward."""
     if MB not in program.mesh.sizes:
         return program
@@ -41,13 +41,13 @@ def prologue(program: Program) -> Program:
 class _Prologue:
     """Gathers the ops that go before."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LoweredProgram) -> None:
         self.program = program
         self.makers = {name: op for op in program.body for name in op.outputs}
-        self.held = {holding.value for holding in program.holdings} | program.received
+        self.stored = {holding.value for holding in program.parameters} | program.received
         self.values, self.layouts = dict(program.values), dict(program.layouts)
         self.first: dict[str, Op] = {}
-        self.early: list[Early] = []
+        self.early: list[PrologueValue] = []
         self.changed: dict[str, Op | None] = {}
 
     def count(self, op: Op) -> None:
@@ -58,11 +58,11 @@ class _Prologue:
         (name,) = counting.outputs
         inputs = tuple(self._early(source) for source in counting.inputs)
         self.first[counting.name] = replace(counting, inputs=inputs, outputs=(f"{name}@early",))
-        for made in (name, f"{name}@early"):
-            self.values[made], self.layouts[made] = Value(name=made, shape=(), dtype="int64"), whole(0)
+        for counted in (name, f"{name}@early"):
+            self.values[counted], self.layouts[counted] = Value(name=counted, shape=(), dtype="int64"), replicated(0)
         axes = tuple(axis for axis in op.argument("rows") if axis != MB)
-        self.early.append(Early(value=name, source=f"{name}@early", axes=axes))
-        self.changed[op.name] = with_count(op, name, rows=())
+        self.early.append(PrologueValue(value=name, source=f"{name}@early", axes=axes))
+        self.changed[op.name] = with_label_count(op, name, rows=())
 
     def reduce(self, op: Op) -> None:
         """A sum (or max, or min) over time of what comes from inputs alone, and hands no gradient back to them."""
@@ -70,15 +70,15 @@ class _Prologue:
             return
         axes = tuple(axis for axis in op.argument("axes") if axis != MB)
         how = cast(Reduction, op.argument("op", "sum"))
-        self.early.append(Early(value=op.outputs[0], source=self._early(op.inputs[0]), how=how, axes=axes))
+        self.early.append(PrologueValue(value=op.outputs[0], source=self._early(op.inputs[0]), how=how, axes=axes))
         self.changed[op.name] = None
 
     def _take(self, sources: tuple[str, ...]) -> bool:
         """Have these values made in the prologue, if they come from inputs alone."""
-        chains = [from_inputs(source, self.makers, self.held) for source in sources]
+        chains = [from_inputs(source, self.makers, self.stored) for source in sources]
         if any(chain is None for chain in chains):
             return False
-        for op in (made for chain in chains for made in chain or ()):
+        for op in (op for chain in chains for op in chain or ()):
             again = replace(op, inputs=tuple(map(self._early, op.inputs)), outputs=tuple(map(self._early, op.outputs)))
             self.first.setdefault(op.name, again)
             for name in op.outputs:
@@ -90,19 +90,19 @@ class _Prologue:
         """The prologue's name for a value that an op makes; inputs and buffers have theirs."""
         return f"{name}@early" if name in self.makers else name
 
-    def done(self) -> Program:
+    def done(self) -> LoweredProgram:
         body = tuple(self.changed.get(op.name, op) for op in self.program.body)
-        made = self.program.with_(
+        program = self.program.with_(
             prologue=tuple(self.first.values()),
             early=tuple(self.early),
             body=tuple(op for op in body if op is not None),
             values=self.values,
             layouts=self.layouts,
         )
-        return prune(made)  # what only the prologue needs
+        return prune(program)  # what only the prologue needs
 
 
-def check_time(program: Program) -> Program:
+def check_time(program: LoweredProgram) -> LoweredProgram:
     """Refuse ops that would have to see other microbatches."""
     if MB in program.mesh.sizes:
         raise_all(
@@ -114,14 +114,14 @@ def check_time(program: Program) -> Program:
     return program
 
 
-def _needing(program: Program) -> Iterator[str]:
+def _needing(program: LoweredProgram) -> Iterator[str]:
     for op in program.body:
         over = [op.argument(key) for key in ("axes", "rows", "classes", "home")]
         if not any(MB in axes for axes in over if isinstance(axes, tuple)):
             continue
         kind = op.target.removeprefix("comm.")
         if op.target.startswith("comm."):
-            forward, backward = SENDS[kind]
+            forward, backward = COLLECTIVES[kind]
             if forward is None and (backward is None or not program.values[op.outputs[0]].gradient):
                 continue
             yield str(program.graph.by_name.get(op.name.split(" < ")[0], op.name.split(" < ")[0]))

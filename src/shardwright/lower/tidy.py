@@ -1,4 +1,4 @@
-"""Passes that make the program shorter: fused converters, constants out of the way, biases back in."""
+"""Passes that make the program shorter: fused reshards, constants out of the way, biases back in."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import join_cuts
+from ..layout import join_shards
 from ..plan.pipeline import MB
 from .local import COUNTED
-from .program import Program
+from .program import LoweredProgram
 
-SUMS = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
-JOINS = ("comm.gather", "comm.gather_sum", "comm.pad")
-CUTS = ("comm.take", "comm.take_pad", "comm.reduce_scatter")
+SUMS = ("comm.all_reduce", "comm.replicate", "comm.all_reduce_to_r", "comm.reduce")
+JOINS = ("comm.all_gather", "comm.all_gather_to_r", "comm.zero_pad")
+CUTS = ("comm.shard", "comm.shard_from_r", "comm.reduce_scatter")
 
 
-def fuse(program: Program) -> Program:
-    """Converters of one kind in a row, over several axes, become one over their product."""
+def fuse(program: LoweredProgram) -> LoweredProgram:
+    """Reshards of one kind in a row, over several axes, become one over their product."""
     users, needed = program.users(), program.needed()
-    made: dict[str, Op] = {}
+    producers: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         if op.target in (*SUMS, *JOINS, *CUTS):
             row = [op]
-            while (before := made.get(row[0].inputs[0])) is not None and before.target == op.target:
+            while (before := producers.get(row[0].inputs[0])) is not None and before.target == op.target:
                 if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:
                     break
                 row.insert(0, before)
-            one = None
-            while len(row) > 1 and (one := _fused(row, program)) is None:
+            fused = None
+            while len(row) > 1 and (fused := _fused(row, program)) is None:
                 row.pop(0)
-            gone.update(held.outputs[0] for held in row[:-1])
-            made[op.outputs[0]] = one or op
-    body = [made.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
+            gone.update(op.outputs[0] for op in row[:-1])
+            producers[op.outputs[0]] = fused or op
+    body = [producers.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
     return program.with_(body=tuple(body))
 
 
-def _fused(row: Sequence[Op], program: Program) -> Op | None:
-    """Converters of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
+def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
+    """Reshards of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
     first, last = row[0], row[-1]
     if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
         return None
-    one = replace(last, inputs=first.inputs)
+    fused = replace(last, inputs=first.inputs)
     axes = tuple(axis for op in row for axis in op.argument("axes"))
     if last.target in SUMS:
-        return one.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
+        return fused.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
     if MB in axes or any(op.region != last.region for op in row):
         return None
     (name,) = first.inputs if last.target in JOINS else last.outputs
-    cuts = program.layouts[name].cuts[last.argument("dim")][-len(axes) :]
-    joined = join_cuts(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(axes) else None
-    return None if joined is None else one.with_arguments(axes=tuple(cut.axis for cut in cuts), cut=joined)
+    shards = program.layouts[name].shards[last.argument("dim")][-len(axes) :]
+    joined = join_shards(shards, program.mesh.sizes) if {shard.axis for shard in shards} == set(axes) else None
+    return None if joined is None else fused.with_arguments(axes=tuple(shard.axis for shard in shards), sharding=joined)
 
 
-SHARES = ("comm.take", "comm.take_pad")
+SHARES = ("comm.shard", "comm.shard_from_r")
 DENSE = "linear mm bmm matmul addmm layer_norm embedding embedding_rows".split()  # what they make lies in order
 
 
-def loosen(program: Program) -> Program:
+def relax_layouts(program: LoweredProgram) -> LoweredProgram:
     """This rank's share of a value has the strides of the whole, so that a view of it has to be a reshape.
 
     So has what was joined along an inner dim, and what ops make that keep to the order of what they read.
@@ -72,21 +72,21 @@ def loosen(program: Program) -> Program:
             loose.update(op.outputs)
         elif any(name in loose for name in op.inputs) and op.target.split(".")[1] not in DENSE:
             if op.target == "aten.view.default":
-                arguments = tuple(("shape" if name == "size" else name, held) for name, held in op.arguments)
+                arguments = tuple(("shape" if name == "size" else name, value) for name, value in op.arguments)
                 op = replace(op, target="aten.reshape.default", arguments=arguments)
             loose.update(op.outputs)
         body.append(op)
     return program.with_(body=tuple(body))
 
 
-def fold_mean(program: Program) -> Program:
+def fold_mean(program: LoweredProgram) -> LoweredProgram:
     """A mean over counted labels and its sum over the rows' axes become one: loss and count are summed at once."""
     users, needed = program.users(), program.needed()
     makers = {op.outputs[0]: op for op in program.body if op.target in COUNTED}
     joined: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
-        loss = makers.get(op.inputs[0]) if op.target == "comm.fan_in" else None
+        loss = makers.get(op.inputs[0]) if op.target == "comm.all_reduce" else None
         if (
             loss is None
             or loss.argument("count") is not None
@@ -100,15 +100,15 @@ def fold_mean(program: Program) -> Program:
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
 
 
-def hoist(program: Program) -> Program:
+def hoist(program: LoweredProgram) -> LoweredProgram:
     """What depends on no input, no parameter and no changing buffer is computed once, cuts included."""
     fixed = {buffer.value for buffer in program.graph.buffers if buffer.update is None}
     constants: list[Op] = []
     body: list[Op] = []
     for op in program.body:
-        own = program.facts.is_constant(op)
-        cut = op.target in SHARES and op.inputs[0] in fixed and MB not in op.argument("axes")
-        if (own or cut) and all(name in fixed for name in op.inputs):
+        own = program.analysis.is_constant(op)
+        shard = op.target in SHARES and op.inputs[0] in fixed and MB not in op.argument("axes")
+        if (own or shard) and all(name in fixed for name in op.inputs):
             fixed.update(op.outputs)
             constants.append(op)
         else:
@@ -116,36 +116,38 @@ def hoist(program: Program) -> Program:
     return program.with_(constants=tuple(constants), body=tuple(body))
 
 
-def prune(program: Program) -> Program:
+def prune(program: LoweredProgram) -> LoweredProgram:
     """Drop ops whose results nobody reads."""
     wanted = program.needed() | {early.source for early in program.early}
-    kept: list[Op] = []
+    live: list[Op] = []
     for op in reversed(program.ops):
         if any(name in wanted for name in op.outputs):
-            kept.append(op)
+            live.append(op)
             wanted.update(op.inputs)
-    held = {op.outputs for op in kept}
+    outputs = {op.outputs for op in live}
     return program.with_(
-        constants=tuple(op for op in program.constants if op.outputs in held),
-        body=tuple(op for op in program.body if op.outputs in held),
+        constants=tuple(op for op in program.constants if op.outputs in outputs),
+        body=tuple(op for op in program.body if op.outputs in outputs),
     )
 
 
-def fold_bias(program: Program) -> Program:
-    """A product and the bias added right after it become one call again, if nothing stands between."""
+def fold_bias(program: LoweredProgram) -> LoweredProgram:
+    """A matmul or convolution and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
-    made = {name: op for op in program.body for name in op.outputs}
-    held = {holding.value for holding in program.holdings}
-    held |= {name for name, op in made.items() if op.target == "aten._to_copy.default" and op.inputs[0] in held}
+    producers = {name: op for op in program.body for name in op.outputs}
+    parameters = {holding.value for holding in program.parameters}
+    parameters |= {
+        name for name, op in producers.items() if op.target == "aten._to_copy.default" and op.inputs[0] in parameters
+    }
     replaced: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         if op.target != "aten.add.Tensor" or len(op.inputs) != 2 or op.argument("alpha", 1) != 1:
             continue
-        product = made.get(op.inputs[0])
+        product = producers.get(op.inputs[0])
         if product is None or len(product.inputs) != 2 or product.name in replaced:
             continue
-        bias, view = op.inputs[1], made.get(op.inputs[1])
+        bias, view = op.inputs[1], producers.get(op.inputs[1])
         spatial = product.target in ("aten.convolution.default", "aten.conv2d.default", "aten.conv1d.default")
         if spatial and view is not None and view.target in ("aten.view.default", "aten.reshape.default"):
             bias = view.inputs[0]
@@ -158,7 +160,11 @@ def fold_bias(program: Program) -> Program:
             continue
         if spatial and not _per_channel(program.values[op.inputs[1]].shape, program.values[op.outputs[0]].shape):
             continue
-        if not alone or bias not in held or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest:
+        if (
+            not alone
+            or bias not in parameters
+            or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest
+        ):
             continue
         replaced[op.name] = _with_bias(product, op, bias)
         gone.add(product.name)

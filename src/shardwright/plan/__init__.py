@@ -1,10 +1,21 @@
 """What will be split, where and when: plans, their files, and the policies that make them."""
 
-from .draft import Draft
-from .plan import Plan, Segment
-from .policies import POLICIES, Policy, draw
+from .builder import PlanBuilder
+from .plan import Plan, PlanStage
+from .policies import POLICIES, Policy, build_plan
 from .recompute import layers_of, region_path, regions_of
-from .strings import Request, read_request
+from .strings import PolicyRequest, parse_plan_string
 
-__all__ = ["POLICIES", "Draft", "Plan", "Policy", "Request", "Segment", "draw", "layers_of", "read_request",
-           "region_path", "regions_of"]  # fmt: skip
+__all__ = [
+           "POLICIES",
+           "Plan",
+           "PlanBuilder",
+           "PlanStage",
+           "Policy",
+           "PolicyRequest",
+           "build_plan",
+           "layers_of",
+           "parse_plan_string",
+           "region_path",
+           "regions_of",
+]  # fmt: skip

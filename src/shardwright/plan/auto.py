@@ -1,8 +1,8 @@
-"""The search: the mesh, the split of every op, the storage of every parameter, what is recomputed, all at once.
+"""The search: mesh, split of every op, storage of every parameter and activation checkpointing, all at once.
 
     for every mesh of the cluster     build the tables (`tables`), and bound them from below (`search.relax`)
     the most promising first          solve it exactly within the memory (`search.solve`)
-    until no bound is lower           than the best that was found
+    until no bound is lower           than the best so far: the other meshes are pruned by their bound
 
 A solution comes with a lower bound over all meshes, so that the gap says how much could be left at most. What is left
 out of the search is said in the plan's notes: see `spaces` and `meshes`.
@@ -20,57 +20,57 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Memory, Training
-from ..cost.moves import Moves
+from ..cost import MemoryPeak, TrainingSetup
+from ..cost.reshard_prices import ReshardPrices
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
-from .clash import find_clash, size_of, with_memory
+from .builder import PlanBuilder
+from .clash import find_clash, format_bytes, with_memory
 from .constraints import Constraints
-from .draft import Draft
-from .frame import Frame
-from .homes import Storing
-from .kinds import Kinds
+from .context import SearchContext
 from .limits import bind
-from .meshes import Candidate, axis_names, left_out
-from .outcomes import outcomes
+from .meshes import MeshCandidate, axis_names, left_out
+from .op_kinds import OpKinds
+from .outcomes import mesh_outcomes
 from .plan import Plan
+from .problem_structure import ProblemStructure
 from .search import Solution, relax, solve
-from .skeleton import Skeleton
-from .spaces import Spaces
+from .spaces import ChoiceSpaces
+from .storage_options import StoragePricing
 from .tables import Tables
 
 ATTEMPTS = 12
 """How often a mesh is solved until it fits. Most do after two or three."""
 
 OVERSTATED = 0.5
-"""The part of the memory by which sums may overstate what is there at once: gradients come as activations go."""
+"""The fraction of the memory by which sums may overstate the peak: gradients appear as activations are freed."""
 
 ROUGH = 0.05
-"""The gap that is good enough for the first attempt, which is only to tell what comes and goes."""
+"""The gap that is good enough for the first attempt, which only has to reveal the transient memory."""
 
 REFILLS, WORTH = 2, 0.02
-"""How often a mesh is solved again with less in reserve, and the part of the memory that has to be at stake."""
+"""How often a mesh is solved again with less in reserve, and the fraction of the memory that has to be at stake."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is being looked at, and the best time so far in seconds (infinity if there is none)."""
+"""Called with the mesh being tried, and the best time so far in seconds (infinity if there is none)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What people ask of the search.
+class SearchOptions:
+    """Options of the search.
 
-    memory        bytes a device may use; None: what the cluster's devices have, less the margin
-    recompute     whether layers may be recomputed
-    seconds       how long to search at most
-    aim           the relative gap at which a mesh is solved well enough
-    slack         what another mesh must be better by, relatively, to be worth a look
+    memory        memory limit of a device in bytes; None: what the cluster's devices have, less the margin
+    recompute     whether activation checkpointing is allowed
+    seconds       time limit of the search
+    aim           the relative gap at which a mesh counts as solved
+    slack         the relative gain below which another mesh is not tried
     data_only     every axis splits the batch
-    pipelines     whether pipelines are looked at too
-    microbatches  how many parts a batch has, if that is asked for
-    local         each of them is a batch of its own, and the graph that of one
-    stop          says when to end the search with the best so far
-    constraints   what has to be kept to
+    pipelines     whether pipelines are searched too
+    microbatches  the number of microbatches, if it is fixed
+    local         each microbatch is a batch of its own, and the graph is that of one
+    stop          returns True to end the search with the best so far
+    constraints   what every plan has to satisfy
     """
 
     memory: float | None = None
@@ -87,42 +87,42 @@ class Wishes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
-    """One mesh that was looked at."""
+class MeshResult:
+    """One mesh that the search tried."""
 
-    candidate: Candidate
+    candidate: MeshCandidate
     bound: float
     plain: Tables
-    again: Tables | None = None  # with layers that may be recomputed
+    again: Tables | None = None  # with activation checkpointing allowed
     tables: Tables  # those of the solution
     solution: Solution | None = None
-    memory: Memory | None = None  # of the solution, by a walk through its step
+    memory: MemoryPeak | None = None  # of the solution, by memory simulation
 
     @property
     def time(self) -> float:
-        """Seconds of the best step that was found on it; infinity if none was, or if it was bounded away."""
+        """Seconds of the best step on this mesh; infinity if there is none, or if its bound pruned it."""
         return self.solution.time if self.solution is not None and self.solution.states is not None else math.inf
 
     @property
     def needs(self) -> float:
-        """Bytes of its solution, as a walk has found them."""
+        """Peak bytes of its solution, by memory simulation."""
         assert self.memory is not None
         return self.memory.peak
 
     @property
-    def passing(self) -> float:
-        """Bytes of its solution that come and go, with a little more; less than 0 where sums overstate what is kept."""
+    def transient(self) -> float:
+        """Transient memory of its solution in bytes, plus 1 %; negative where sums overstate the peak."""
         assert self.solution is not None
         return (self.needs - self.solution.memory) * 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The best that was found, and what else was looked at."""
+class SearchResult:
+    """The best plan, and the other meshes that were tried."""
 
     plan: Plan
-    best: Looked
-    looked: tuple[Looked, ...]
+    best: MeshResult
+    meshes: tuple[MeshResult, ...]
     bound: float
     limit: float
     slack: float
@@ -135,256 +135,264 @@ class Found:
         return max(0.0, self.best.solution.time / self.bound - 1.0) if self.bound > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """For a plan file: the bound, and what else was looked at, the best first."""
-        meshes = outcomes(self.looked, self.best, self.limit, self.slack)
+        """For a plan file: the bound, and all meshes that were tried, the best first."""
+        meshes = mesh_outcomes(self.meshes, self.best, self.limit, self.slack)
         return {"bound": self.bound, "gap": self.gap, "stopped": self.stopped, "meshes": meshes}
 
 
 def search(
-    facts: Analysis,
+    analysis: Analysis,
     cluster: Cluster,
-    training: Training,
-    wishes: Wishes | None = None,
+    training: TrainingSetup,
+    options: SearchOptions | None = None,
     *,
     size: int | None = None,
     progress: Progress | None = None,
-    like: Frame | None = None,
-) -> Found:
+    like: SearchContext | None = None,
+) -> SearchResult:
     """The best plan for a graph on a cluster. Raises NothingFits where there is none.
 
-    `like`: a frame of the same graph, of which what can be is used again.
+    `like`: the context of an earlier search of the same graph, reused as far as possible.
     """
-    told = progress or (lambda what, best: None)
-    return _Search(facts, cluster, training, wishes or Wishes(), size, told, like).run()
+    report = progress or (lambda what, best: None)
+    return _MeshSearch(analysis, cluster, training, options or SearchOptions(), size, report, like).run()
 
 
 class NothingFits(PlanError):
-    """There is no flat plan. Finding out why may take a while, so that is done when somebody reads it."""
+    """There is no plan without a pipeline. Finding out why is slow, so it waits until somebody reads the message."""
 
     def __init__(self, why: Callable[[], PlanError]) -> None:
         super().__init__()
         self._why = why
 
     @cached_property
-    def _said(self) -> str:
+    def _message(self) -> str:
         return str(self._why())
 
     def __str__(self) -> str:
-        return self._said
+        return self._message
 
 
-class _Search:
+class _MeshSearch:
     """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, size: int | None, told: Progress,
-        like: Frame | None = None,
+        self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, options: SearchOptions,
+        size: int | None, progress: Progress, like: SearchContext | None = None,
     ) -> None:  # fmt: skip
-        self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, told
+        self.analysis, self.cluster, self.training = analysis, cluster, training
+        self.options, self.progress = options, progress
         self.size, self.began = size, time.monotonic()
-        self.constraints = with_memory(wishes.constraints, wishes.memory, cluster, training)
+        self.constraints = with_memory(options.constraints, options.memory, cluster, training)
         self.frame = self._frame(self.constraints, like)
         self.limit = self.frame.limits.memory
-        self.reserve = 0.0  # bytes that come and go, which sums of what is kept do not see
+        self.reserve = 0.0  # bytes of transient memory, which sums over choices do not see
         self.hints: dict[bool, np.ndarray] = {}
-        self.best: Looked | None = None
+        self.best: MeshResult | None = None
 
-    def _frame(self, constraints: Constraints, like: Frame | None = None) -> Frame:
-        wishes, limits = self.wishes, bind(constraints, self.facts)
-        return Frame(
-            self.facts, self.cluster, self.training, limits,
-            size=self.size, rows=wishes.data_only, recompute=wishes.recompute, like=like,
+    def _frame(self, constraints: Constraints, like: SearchContext | None = None) -> SearchContext:
+        options, limits = self.options, bind(constraints, self.analysis)
+        return SearchContext(
+            self.analysis, self.cluster, self.training, limits,
+            size=self.size, rows=options.data_only, recompute=options.recompute, like=like,
         )  # fmt: skip
 
     def late(self) -> bool:
-        told = self.wishes.stop is not None and self.wishes.stop()
-        return told or time.monotonic() - self.began > self.wishes.seconds
+        stopped = self.options.stop is not None and self.options.stop()
+        return stopped or time.monotonic() - self.began > self.options.seconds
 
-    def run(self) -> Found:
-        looked: list[Looked] = []
+    def run(self) -> SearchResult:
+        results: list[MeshResult] = []
         stopped = False
         for candidate in self.frame.candidates():
             tables = self.frame.tables(self.frame.plain, candidate)
             bound = relax(tables.problem()) if tables is not None else math.inf
             if tables is not None and bound < math.inf:
-                looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
+                results.append(MeshResult(candidate=candidate, bound=bound, plain=tables, tables=tables))
             self.progress(f"bounded {candidate}", math.inf)
-            if self.late() and looked:
+            if self.late() and results:
                 stopped = True
                 break
-        order = sorted(range(len(looked)), key=lambda at: looked[at].bound)
+        order = sorted(range(len(results)), key=lambda at: results[at].bound)
         for at in order:
-            if looked[at].bound >= self.upper:
+            if results[at].bound >= self.upper:
                 break
             if self.late() and self.best is not None:
                 stopped = True
                 break
-            looked[at] = self._fit(looked[at])
-            self.progress(f"solved {looked[at].candidate}", self.best.time if self.best is not None else math.inf)
+            results[at] = self._fit(results[at])
+            self.progress(f"solved {results[at].candidate}", self.best.time if self.best is not None else math.inf)
         if self.best is None:
-            self._fit_beyond(looked, order)
+            self._fit_beyond(results, order)
         if self.best is None:
-            raise NothingFits(lambda: self._nothing_fits(looked))
-        return self._found(self.best, looked, stopped, left_out(self.cluster, self.size))
+            raise NothingFits(lambda: self._nothing_fits(results))
+        return self._result(self.best, results, stopped, left_out(self.cluster, self.size))
 
     @property
     def upper(self) -> float:
-        """What another mesh must stay below to be worth a look."""
-        return self.best.time * (1 - self.wishes.slack) if self.best is not None else math.inf
+        """The time that another mesh must beat to be tried."""
+        return self.best.time * (1 - self.options.slack) if self.best is not None else math.inf
 
-    def _fit(self, looked: Looked, attempts: int = ATTEMPTS) -> Looked:
-        """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
-        rough = self.best is None and self.reserve <= 0.0  # any plan tells what comes and goes
-        fitting: Looked | None = None  # a rough plan that fits, for which a better one may not be found
+    def _fit(self, result: MeshResult, attempts: int = ATTEMPTS) -> MeshResult:
+        """Solve a mesh until its memory simulation fits, too; remember it if it is the best."""
+        rough = self.best is None and self.reserve <= 0.0  # any plan reveals the transient memory
+        fitting: MeshResult | None = None  # a rough plan that fits, for which a better one may not be found
         for _ in range(attempts):
-            looked = self._solve(looked, rough)
-            solution = looked.solution
+            result = self._solve(result, rough)
+            solution = result.solution
             if solution is None or solution.states is None:
                 break
-            if self.best is not None and looked.time >= self.best.time:
-                return looked
-            looked = replace(looked, memory=self._memory(looked))
-            if looked.needs <= self.limit:
-                fitting = looked
-                if not rough or solution.gap <= self.wishes.aim:
+            if self.best is not None and result.time >= self.best.time:
+                return result
+            result = replace(result, memory=self._memory(result))
+            if result.needs <= self.limit:
+                fitting = result
+                if not rough or solution.gap <= self.options.aim:
                     break
-            self.reserve, rough = max(self.reserve, looked.passing), False
+            self.reserve, rough = max(self.reserve, result.transient), False
         if fitting is not None:
             self.best = fitting
             return self._fill(fitting)
-        return replace(looked, solution=replace(solution, states=None)) if solution is not None else looked
+        return replace(result, solution=replace(solution, states=None)) if solution is not None else result
 
-    def _fit_beyond(self, looked: list[Looked], order: Sequence[int]) -> None:
-        """Where no sum is within the limit, look at some beyond it: they overstate what is there at once."""
+    def _fit_beyond(self, results: list[MeshResult], order: Sequence[int]) -> None:
+        """Where no sum is within the limit, try some beyond it: sums overstate the peak."""
         known = self.reserve
         for at in order:
             if self.late():
                 break
             self.reserve = -OVERSTATED * self.limit
-            looked[at] = self._fit(looked[at], attempts=2)
+            results[at] = self._fit(results[at], attempts=2)
             if self.best is not None:
                 return
         self.reserve = known
 
-    def _fill(self, best: Looked) -> Looked:
+    def _fill(self, best: MeshResult) -> MeshResult:
         """The same with less in reserve, where the plan needs less than there is.
 
-        Less comes and goes in a leaner plan; and where little does, the sums count what is never there at once.
+        A leaner plan has less transient memory; and where there is little, sums count what never coexists.
         """
         known, tried = self.reserve, best
         for _ in range(REFILLS):
-            self.reserve = tried.passing
+            self.reserve = tried.transient
             if known - self.reserve < WORTH * self.limit or best.bound >= self.upper:
                 break
-            found = self._solve(tried, rough=False)
-            if found.solution is None or found.solution.states is None or found.time >= best.time:
+            refilled = self._solve(tried, rough=False)
+            if refilled.solution is None or refilled.solution.states is None or refilled.time >= best.time:
                 break
-            tried = replace(found, memory=self._memory(found))
+            tried = replace(refilled, memory=self._memory(refilled))
             if tried.needs <= self.limit:
                 best = self.best = tried
                 known = self.reserve
         self.reserve = known
         return best
 
-    def _memory(self, looked: Looked) -> Memory:
-        assert looked.solution is not None and looked.solution.states is not None
-        states, tables = looked.solution.states, looked.tables
+    def _memory(self, result: MeshResult) -> MemoryPeak:
+        assert result.solution is not None and result.solution.states is not None
+        states, tables = result.solution.states, result.tables
         return tables.peak(tables.choices(states), tables.storage(states), tables.recompute(states))
 
-    def _solve(self, looked: Looked, rough: bool) -> Looked:
-        """Recomputing is looked at only where memory is short: it never makes a step faster."""
+    def _solve(self, result: MeshResult, rough: bool) -> MeshResult:
+        """Activation checkpointing is tried only where memory is short: it never makes a step faster."""
         limit, upper = self.limit - self.reserve, self.upper
         solution = None
         if True not in self.hints:  # else another mesh was short of memory, and this one will be
-            solution = self._solved(looked.plain, limit, upper, rough)
-            looked = replace(looked, tables=looked.plain, solution=solution)
-            short = solution.states is None or solution.time > looked.bound * (1 + self.wishes.aim)
+            solution = self._solved(result.plain, limit, upper, rough)
+            result = replace(result, tables=result.plain, solution=solution)
+            short = solution.states is None or solution.time > result.bound * (1 + self.options.aim)
             if not short or not self.frame.may_recompute:
-                return looked
+                return result
             upper = min(upper, solution.time)
-        tables = looked.again or self.frame.tables(self.frame.recomputing, looked.candidate, like=looked.plain)
+        tables = result.again or self.frame.tables(self.frame.recomputing, result.candidate, like=result.plain)
         if tables is None:
-            return looked
+            return result
         again = self._solved(tables, limit, upper, rough, recompute=True)
         if solution is not None and solution.states is not None and not again.time < solution.time:
             lower = min(solution.bound, again.bound)
-            return replace(looked, again=tables, solution=replace(solution, bound=lower))
-        return replace(looked, tables=tables, again=tables, solution=again)
+            return replace(result, again=tables, solution=replace(solution, bound=lower))
+        return replace(result, tables=tables, again=tables, solution=again)
 
     def _solved(self, tables: Tables, limit: float, upper: float, rough: bool, *, recompute: bool = False) -> Solution:
-        hint, aim = self.hints.get(recompute), max(ROUGH, self.wishes.aim) if rough else self.wishes.aim
-        found = solve(tables.problem(limit), upper=upper, stop=self.late, aim=aim, hint=hint, exact=not rough)
-        if found.multipliers is not None:
-            self.hints[recompute] = found.multipliers
-        return found
+        hint, aim = self.hints.get(recompute), max(ROUGH, self.options.aim) if rough else self.options.aim
+        solution = solve(tables.problem(limit), upper=upper, stop=self.late, aim=aim, hint=hint, exact=not rough)
+        if solution.multipliers is not None:
+            self.hints[recompute] = solution.multipliers
+        return solution
 
-    def _found(self, best: Looked, looked: Sequence[Looked], stopped: bool, notes: Iterable[str]) -> Found:
+    def _result(
+        self, best: MeshResult, results: Sequence[MeshResult], stopped: bool, notes: Iterable[str]
+    ) -> SearchResult:
         assert best.solution is not None
-        bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
-        said = dict.fromkeys((*notes, *(note for one in looked for note in one.tables.spaces.left_out())))
-        plan = _plan(self.facts, self.cluster, best, self.wishes.constraints)
-        return Found(
-            plan=replace(plan, notes=(*plan.notes, *(f"the search: {note}" for note in said))),
+        bound = min(result.solution.bound if result.solution is not None else result.bound for result in results)
+        unique_notes = dict.fromkeys(
+            (*notes, *(note for result in results for note in result.tables.spaces.left_out()))
+        )
+        plan = _plan(self.analysis, self.cluster, best, self.options.constraints)
+        return SearchResult(
+            plan=replace(plan, notes=(*plan.notes, *(f"the search: {note}" for note in unique_notes))),
             best=best,
-            looked=tuple(looked),
+            meshes=tuple(results),
             bound=min(bound, best.time),
             limit=self.limit - max(0.0, self.reserve),
-            slack=self.wishes.slack,
+            slack=self.options.slack,
             seconds=time.monotonic() - self.began,
             stopped=stopped or best.solution.stopped,
         )
 
-    def _nothing_fits(self, looked: Sequence[Looked]) -> PlanError:
+    def _nothing_fits(self, results: Sequence[MeshResult]) -> PlanError:
         """Say what clashes, or if the model alone does not fit, how far it is from it."""
         reserve = max(0.0, self.reserve)
-        found = find_clash(self.constraints, self._frame, reserve)
-        if found is not None and any(item in self.wishes.constraints.items for item in found.items):
-            return PlanError(str(found))
-        least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
+        clash = find_clash(self.constraints, self._frame, reserve)
+        if clash is not None and any(item in self.options.constraints.items for item in clash.items):
+            return PlanError(str(clash))
+        least = min(
+            (result.solution.least_memory for result in results if result.solution is not None), default=math.inf
+        )
+        graph = self.analysis.graph
         return PlanError(
-            f"{self.facts.graph.name} with a batch of {self.facts.graph.batch} does not fit: the leanest plan that was "
-            f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - reserve)}; use more "
+            f"{graph.name} with a batch of {graph.batch} does not fit: the leanest plan that was found needs "
+            f"{format_bytes(least)} on a device, and there are {format_bytes(self.limit - reserve)}; use more "
             "devices, a smaller batch or a larger memory="
         )
 
 
-def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
+def extend(plan: Plan, analysis: Analysis, cluster: Cluster, training: TrainingSetup) -> Plan:
     """A plan for one more graph of a planned model: ops that it knows by name do what they did."""
     known = next(iter(plan.entries.values()))[0].choices
     names = plan.mesh.names
     allowed = {
         op.name: {axis: frozenset([known[op.name].get(axis, "")]) for axis in names}
-        for op in facts.graph.ops
+        for op in analysis.graph.ops
         if op.name in known
     }
-    kinds = Kinds(facts, training, {**allowed, **plan.storage})
-    spaces = Spaces(kinds, Moves(plan.mesh, cluster), allowed=allowed)
-    tables = Tables(Skeleton(kinds), spaces, Storing(spaces, fixed=plan.storage))
+    kinds = OpKinds(analysis, training, {**allowed, **plan.storage})
+    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), allowed=allowed)
+    tables = Tables(ProblemStructure(kinds), spaces, StoragePricing(spaces, fixed=plan.storage))
     solution = solve(tables.problem())
     assert solution.states is not None
-    draft = Draft(facts.graph, plan.mesh, facts)
-    draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
-    return draft.finish(plan.policy, plan.cluster, settle=False)
+    builder = PlanBuilder(analysis.graph, plan.mesh, analysis)
+    builder.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
+    return builder.finish(plan.policy, plan.cluster, settle=False)
 
 
-def _plan(facts: Analysis, cluster: Cluster, best: Looked, constraints: Constraints) -> Plan:
+def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: Constraints) -> Plan:
     """The plan of a solution, with axes named for what they do, unless somebody has named them."""
     assert best.solution is not None and best.solution.states is not None
     states, tables = best.solution.states, best.tables
     choices, storage = tables.choices(states), tables.storage(states)
-    names = axis_names(facts, best.candidate.mesh, choices)
+    names = axis_names(analysis, best.candidate.mesh, choices)
     mesh = Mesh(axes=tuple(Axis(name=names[axis.name], size=axis.size) for axis in best.candidate.mesh.axes))
-    draft = Draft(facts.graph, mesh, facts)
+    builder = PlanBuilder(analysis.graph, mesh, analysis)
     for op, choice in choices.items():
-        draft.choices[op] = {names[axis]: role for axis, role in choice.items()}
-    for key, held in storage.items():
-        for axis, level in held:
-            draft.storage.setdefault(key, {})[names[axis]] = level
+        builder.choices[op] = {names[axis]: role for axis, role in choice.items()}
+    for key, levels in storage.items():
+        for axis, level in levels:
+            builder.storage.setdefault(key, {})[names[axis]] = level
     for path in tables.recompute(states):
-        draft.recompute(path)
+        builder.recompute(path)
     for item in constraints.items:
-        draft.note(f"keeps to {item.said}")
-    return draft.finish("auto", str(cluster), settle=False)
+        builder.note(f"keeps to {item.source}")
+    return builder.finish("auto", str(cluster), settle=False)
 
 
-__all__ = ["Found", "Looked", "Wishes", "search"]
+__all__ = ["MeshResult", "SearchOptions", "SearchResult", "search"]

@@ -3,8 +3,8 @@
     items = all constraints, and the memory of a device
     for each item: if what is left still clashes, leave it out
 
-What remains clashes, and does not if any one of it is left out. A check is that of `Frame.least_memory`: whether on
-any mesh anything is allowed, and takes little enough memory.
+What remains clashes, and does not if any one of it is left out. A check is that of
+`SearchContext.least_memory`: whether on any mesh anything is allowed, and takes little enough memory.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
-from ..cost import Training
+from ..cost import TrainingSetup
 from .constraints import (
+    AxisConstraint,
     Constraint,
     Constraints,
-    Cutting,
-    Memory,
-    NamedAxis,
-    Piping,
-    Recompute,
-    Said,
-    Split,
-    Together,
-    Whole,
-    Zero,
+    ConstraintSource,
+    MemoryConstraint,
+    PipelineConstraint,
+    RecomputeConstraint,
+    ReplicateConstraint,
+    SameSplitConstraint,
+    SplitConstraint,
+    StageCutConstraint,
+    ZeroConstraint,
 )
-from .frame import Frame
+from .context import SearchContext
 from .limits import sizes_of
 
 SECONDS = 60.0
@@ -42,7 +42,7 @@ class Clash:
     """Constraints that can't be met together. `least`: bytes that a device needs at least without those on memory."""
 
     constraints: Constraints
-    frame: Frame
+    frame: SearchContext
     smallest: bool
     least: float = math.inf
     reserve: float = 0.0
@@ -54,7 +54,7 @@ class Clash:
     def __str__(self) -> str:
         alone = len(self.items) == 1
         head = "this can't be done:" if alone else "these can't be done together:"
-        lines = [head, *(f"  - {item.said}\n    {self._remedy(item)}" for item in self.items)]
+        lines = [head, *(f"  - {item.source}\n    {self._remedy(item)}" for item in self.items)]
         if not self.smallest:
             lines.append("finding out took too long: some of them may have no part in it")
         elif not alone:
@@ -63,54 +63,59 @@ class Clash:
 
     def _remedy(self, item: Constraint) -> str:
         """What to change about a constraint, with the numbers that it meets."""
-        if isinstance(item, Memory):
+        if isinstance(item, MemoryConstraint):
             if self.least == math.inf:
                 return "allow more"
-            return f"at least {size_of(self.least + self.reserve)} are needed with the rest; allow more"
-        if isinstance(item, NamedAxis):
+            return f"at least {format_bytes(self.least + self.reserve)} are needed with the rest; allow more"
+        if isinstance(item, AxisConstraint):
             cluster = self.frame.cluster
             inside = min(group.node.devices for group in cluster.groups)
             count = self.frame.size or cluster.size
             there = "is 1 device" if count == 1 else f"are {count} devices"
             return f"there {there}, {inside} on a node; ask for another size, or say less of the axis"
-        if isinstance(item, Split):
-            held = sizes_of(item, self.constraints, self.frame.facts)
-            return f"{held}; ask for another label, or for an axis that divides it"
+        if isinstance(item, SplitConstraint):
+            sizes = sizes_of(item, self.constraints, self.frame.analysis)
+            return f"{sizes}; ask for another label, or for an axis that divides it"
         return REMEDIES[type(item)]
 
 
 REMEDIES: dict[type, str] = {
-    Whole: "allow a split, or name the axis on which there is to be none",
-    Together: "leave out the modules that differ",
-    Recompute: "leave it to the search what is recomputed",
-    Zero: "allow a higher level",
-    Piping: "leave it to the search",
-    Cutting: "leave it to the search where stages begin",
+    ReplicateConstraint: "allow a split, or name the axis on which there is to be none",
+    SameSplitConstraint: "leave out the modules that differ",
+    RecomputeConstraint: "leave it to the search what is recomputed",
+    ZeroConstraint: "allow a higher level",
+    PipelineConstraint: "leave it to the search",
+    StageCutConstraint: "leave it to the search where stages begin",
 }
 
 
-def size_of(bytes: float) -> str:
+def format_bytes(bytes: float) -> str:
     """Bytes for people."""
     unit, size = next((pair for pair in (("GiB", 2**30), ("MiB", 2**20)) if bytes >= pair[1]), ("KiB", 2**10))
     return f"{bytes / size:.4g} {unit}"
 
 
-def with_memory(constraints: Constraints, memory: float | None, cluster: Cluster, training: Training) -> Constraints:
+def with_memory(
+    constraints: Constraints, memory: float | None, cluster: Cluster, training: TrainingSetup
+) -> Constraints:
     """The constraints, and as one of them the memory that there is."""
     if memory is not None:
-        said = Said(text=size_of(memory), where="the memory that is asked for")
+        source = ConstraintSource(text=format_bytes(memory), where="the memory that is asked for")
     else:
         memory = training.room(cluster.memory)
-        said = Said(text=size_of(memory), where=f"the memory of a device of {cluster}")
-    return replace(constraints, items=(*constraints.items, Memory(bytes=memory, said=said)))
+        source = ConstraintSource(text=format_bytes(memory), where=f"the memory of a device of {cluster}")
+    return replace(constraints, items=(*constraints.items, MemoryConstraint(bytes=memory, source=source)))
 
 
 def find_clash(
-    constraints: Constraints, frame: Callable[[Constraints], Frame], reserve: float = 0.0, seconds: float = SECONDS
+    constraints: Constraints,
+    frame: Callable[[Constraints], SearchContext],
+    reserve: float = 0.0,
+    seconds: float = SECONDS,
 ) -> Clash | None:
     """A smallest set that can't be met; None if all can be, as far as this check sees.
 
-    `frame` makes what a search stands on under some constraints; `reserve` are bytes that the check does not see.
+    `frame` makes the search context under some constraints; `reserve` are bytes that the check does not see.
     """
     began = time.monotonic()
 
@@ -118,11 +123,11 @@ def find_clash(
         return frame(replace(constraints, items=items)).least_memory(enough)
 
     def clashes(items: tuple[Constraint, ...]) -> bool:
-        limit = min((item.bytes for item in items if isinstance(item, Memory)), default=math.inf) - reserve
-        found = least(items, enough=limit)
-        return found > limit or found == math.inf
+        limit = min((item.bytes for item in items if isinstance(item, MemoryConstraint)), default=math.inf) - reserve
+        needed = least(items, enough=limit)
+        return needed > limit or needed == math.inf
 
-    left: tuple[Constraint, ...] = tuple(item for item in constraints.items if not isinstance(item, Memory))
+    left: tuple[Constraint, ...] = tuple(item for item in constraints.items if not isinstance(item, MemoryConstraint))
     if not clashes(left):  # else memory has no part in it, and checks are quick
         left = constraints.items
         if not clashes(left):
@@ -132,10 +137,14 @@ def find_clash(
         if time.monotonic() - began > seconds:
             smallest = False
             break
-        without = tuple(held for held in left if held is not item)
+        without = tuple(other for other in left if other is not item)
         if clashes(without):
             left = without
-    limited = any(isinstance(item, Memory) for item in left)
-    needed = least(tuple(item for item in left if not isinstance(item, Memory))) if limited and smallest else math.inf
+    limited = any(isinstance(item, MemoryConstraint) for item in left)
+    needed = (
+        least(tuple(item for item in left if not isinstance(item, MemoryConstraint)))
+        if limited and smallest
+        else math.inf
+    )
     rest = replace(constraints, items=left)
     return Clash(constraints=rest, frame=frame(rest), smallest=smallest, least=needed, reserve=reserve)

@@ -1,22 +1,22 @@
-"""What people ask of a plan, said in YAML or as a list of dicts, and read once.
+"""Constraints on a plan, written in YAML or as a list of dicts, and parsed once.
 
     - {axis: tp, size: 8, inside: node}                     the mesh has an axis tp (size and inside may be left out)
     - {axis: dp, splits: batch}                             and an axis dp that splits the batch and nothing else
     - {module: "model.layers.*.mlp.up", split: n, on: tp}   ops there that have the label n are split on it
     - {class: LlamaRMSNorm, whole: true, on: tp}            ops there are not split on tp; without `on`, on no axis
     - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
-    - {memory: 70GiB}                                       bytes that a device may use
-    - {module: "model.layers.0", recompute: false}          not run again in backward (true: has to be)
-    - {module: lm_head, zero: 1}                            what of its parameters is split for storage, at most
+    - {memory: 70GiB}                                       memory limit of a device
+    - {module: "model.layers.0", recompute: false}          not recomputed in backward (true: has to be)
+    - {module: lm_head, zero: 1}                            the highest ZeRO level of its parameters
     - {stages: 4}                                           a pipeline of so many stages (1: none)
-    - {microbatches: 16}                                    the batch goes through it in so many parts
-    - {schedule: 1f1b}                                      in this order
+    - {microbatches: 16}                                    the number of microbatches
+    - {schedule: 1f1b}                                      its schedule
     - {module: "model.layers.8", cut: before}               a stage begins with it
     - {module: "model.layers.*", cut: never}                each of these modules is on one stage
 
-Whom an entry is about is said by `module` (a path, where a star stands for a name; what is in the module is meant too),
-by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are said must match, of a list one. What
-they come to for a graph is in `limits`.
+What an entry applies to is set by `module` (a path, where a star stands for a name; what is in the module is included),
+by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are given must match, of a list one.
+`limits` resolves them for a graph.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ..cluster.file import StrictLoader
 from ..errors import PlanError, ScheduleError, raise_all
 from ..ir import Op
 from ..ir.paths import prefixes
-from ..schedule import kind_named
+from ..schedule import schedule_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ConstraintSource:
     """An entry as it was written, and where."""
 
     text: str
@@ -51,7 +51,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Whom an entry is about. Nothing said is everything."""
+    """What an entry applies to. An empty target is everything."""
 
     modules: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
@@ -60,12 +60,14 @@ class Target:
     def place(self, path: str, classes: Mapping[str, str]) -> str | None:
         """The outermost module at or above a path that is meant ("" is the model); None if none is."""
         above = ["", *prefixes(path)]
-        found = [""]
+        matches = [""]
         if self.modules:
-            found += [next((held for held in above if any(_is_like(held, one) for one in self.modules)), "?")]
+            matches += [
+                next((module for module in above if any(_is_like(module, pattern) for pattern in self.modules)), "?")
+            ]
         if self.classes:
-            found += [next((held for held in above if classes.get(held) in self.classes), "?")]
-        return None if "?" in found else max(found, key=len)
+            matches += [next((module for module in above if classes.get(module) in self.classes), "?")]
+        return None if "?" in matches else max(matches, key=len)
 
     def takes(self, op: Op, classes: Mapping[str, str]) -> bool:
         return self.place(op.module_path, classes) is not None and (not self.ops or self._names(op))
@@ -73,7 +75,7 @@ class Target:
     def _names(self, op: Op) -> bool:
         kind = re.sub(r"\.\d+$", "", op.name.rpartition(" / ")[2])
         known = (op.target, op.target.rpartition(".")[0], *op.target.split(".")[1:2], kind)
-        return any(fnmatchcase(name, one) for name in known for one in self.ops)
+        return any(fnmatchcase(name, pattern) for name in known for pattern in self.ops)
 
 
 def _is_like(path: str, pattern: str) -> bool:
@@ -83,89 +85,89 @@ def _is_like(path: str, pattern: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedAxis:
+class AxisConstraint:
     """The mesh has an axis of this name. `inside`: each group is on one node; `data`: it splits the batch only."""
 
     name: str
     size: int | None = None
     inside: bool = False
     data: bool = False
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class SplitConstraint:
     """Ops that have a label are split on it, on one axis or on any."""
 
     target: Target
     label: str
     on: str | None = None
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class ReplicateConstraint:
     """Ops are not split, on one axis or on all."""
 
     target: Target
     on: str | None = None
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class SameSplitConstraint:
     """The op of one name in several modules is split in the same way in all."""
 
     target: Target
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The bytes that a device may use."""
+class MemoryConstraint:
+    """The memory limit of a device."""
 
     bytes: float
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """Modules are run again in backward, or are not."""
+class RecomputeConstraint:
+    """Modules have to be recomputed in backward, or must not be."""
 
     target: Target
     wanted: bool
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
-    """The highest level at which parameters may be split for storage."""
+class ZeroConstraint:
+    """The highest ZeRO level of parameters."""
 
     target: Target
     level: int
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piping:
+class PipelineConstraint:
     """What a pipeline has to be like: its `stages`, `microbatches` or `schedule`."""
 
     what: str
     value: int | str
-    said: Said
+    source: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class StageCutConstraint:
     """A stage begins with each of some modules, or none of them is cut."""
 
     target: Target
     before: bool
-    said: Said
+    source: ConstraintSource
 
 
-class Demand(NamedTuple):
-    """What somebody asks of an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
+class ChoiceDemand(NamedTuple):
+    """A demand on an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
 
     picks: tuple[str, ...]
     axis: str | None = None
@@ -176,13 +178,16 @@ class Demand(NamedTuple):
         return all(met) if self.every else any(met)
 
 
-Constraint = NamedAxis | Split | Whole | Together | Memory | Recompute | Zero | Piping | Cutting
+Constraint = (
+    AxisConstraint | SplitConstraint | ReplicateConstraint | SameSplitConstraint | MemoryConstraint
+    | RecomputeConstraint | ZeroConstraint | PipelineConstraint | StageCutConstraint
+)  # fmt: skip
 ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """All that was asked, and the class of every module of the model by its path."""
+    """All constraints, and the class of every module of the model by its path."""
 
     items: tuple[Constraint, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
@@ -190,7 +195,7 @@ class Constraints:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are named."""
-        return tuple(dict.fromkeys(item.name for item in self.items if isinstance(item, NamedAxis)))
+        return tuple(dict.fromkeys(item.name for item in self.items if isinstance(item, AxisConstraint)))
 
 
 def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] | None = None) -> Constraints:
@@ -202,10 +207,10 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
         raise PlanError(f"{where}: constraints are a list of entries, not a {type(entries).__name__}")
     reader = _Reader()
     items = [reader.entry(entry, f"{where}entry {number}") for number, entry in enumerate(entries, 1)]
-    found = tuple(item for item in items if item is not None)
-    reader.faults += _unknown_axes(found)
+    constraints = tuple(item for item in items if item is not None)
+    reader.faults += _unknown_axes(constraints)
     raise_all(PlanError, "the constraints make no sense:", reader.faults)
-    return Constraints(items=found, classes=classes or {})
+    return Constraints(items=constraints, classes=classes or {})
 
 
 def _load(path: str | Path) -> Any:
@@ -221,11 +226,11 @@ def _load(path: str | Path) -> Any:
 
 def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
     items = tuple(items)
-    names = list(dict.fromkeys(item.name for item in items if isinstance(item, NamedAxis)))
+    names = list(dict.fromkeys(item.name for item in items if isinstance(item, AxisConstraint)))
     for item in items:
-        if isinstance(item, Split | Whole) and item.on is not None and item.on not in names:
+        if isinstance(item, SplitConstraint | ReplicateConstraint) and item.on is not None and item.on not in names:
             known = f"the entries name {', '.join(names)}" if names else "no entry names an axis"
-            yield f"{item.said}: there is no axis {item.on!r}, {known}; add {{axis: {item.on}}}"
+            yield f"{item.source}: there is no axis {item.on!r}, {known}; add {{axis: {item.on}}}"
     if len(names) > 3:
         yield f"the entries name {len(names)} axes ({', '.join(names)}); a mesh has 3 at most"
 
@@ -244,7 +249,7 @@ _FIELDS = {
     "schedule": (),
     "cut": ("module", "class"),
 }
-"""What an entry asks for, and what else may be said with it."""
+"""What an entry asks for, and its other fields."""
 _AXIS = re.compile(r"[a-z]p\d?")
 
 
@@ -258,112 +263,114 @@ class _Reader:
         if not isinstance(data, Mapping):
             self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
             return None
-        said = Said(text=_shown(data), where=where)
+        source = ConstraintSource(text=_shown(data), where=where)
         verbs = [key for key in data if key in _FIELDS]
         if len(verbs) != 1:
-            asked = f"asks for {' and '.join(verbs)}" if verbs else "asks for nothing"
-            self.faults.append(f"{said}: it {asked}; an entry asks for one of {', '.join(_FIELDS)}")
+            request = f"asks for {' and '.join(verbs)}" if verbs else "asks for nothing"
+            self.faults.append(f"{source}: it {request}; an entry asks for one of {', '.join(_FIELDS)}")
             return None
         (verb,) = verbs
         strange = [str(key) for key in data if key != verb and key not in _FIELDS[verb]]
         if strange:
             fields = ", ".join(_FIELDS[verb]) or "nothing"
-            self.faults.append(f"{said}: {', '.join(strange)} can't be said with {verb}, only {fields}")
+            self.faults.append(f"{source}: {', '.join(strange)} can't be said with {verb}, only {fields}")
         before = len(self.faults)
         read = getattr(self, f"_{verb}")
-        found: Constraint | None = read(data, said)
-        return found if len(self.faults) == before else None
+        constraint: Constraint | None = read(data, source)
+        return constraint if len(self.faults) == before else None
 
-    def _axis(self, data: Mapping[str, Any], said: Said) -> NamedAxis:
+    def _axis(self, data: Mapping[str, Any], source: ConstraintSource) -> AxisConstraint:
         name, size = data["axis"], data.get("size")
         if not isinstance(name, str) or not _AXIS.fullmatch(name):
-            self.faults.append(f"{said}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
+            self.faults.append(f"{source}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
-            self.faults.append(f"{said}: {size!r} is no size of an axis; it is 2 or more")
-        self._is_one_of(data, "inside", ["node"], said)
-        self._is_one_of(data, "splits", ["batch"], said)
-        return NamedAxis(name=str(name), size=size, inside="inside" in data, data="splits" in data, said=said)
+            self.faults.append(f"{source}: {size!r} is no size of an axis; it is 2 or more")
+        self._is_one_of(data, "inside", ["node"], source)
+        self._is_one_of(data, "splits", ["batch"], source)
+        return AxisConstraint(name=str(name), size=size, inside="inside" in data, data="splits" in data, source=source)
 
-    def _split(self, data: Mapping[str, Any], said: Said) -> Split:
+    def _split(self, data: Mapping[str, Any], source: ConstraintSource) -> SplitConstraint:
         if not isinstance(data["split"], str) or not data["split"]:
-            self.faults.append(f"{said}: split names a label such as n, or batch, or sequence")
-        return Split(target=self._target(data, said), label=str(data["split"]), on=self._on(data, said), said=said)
+            self.faults.append(f"{source}: split names a label such as n, or batch, or sequence")
+        return SplitConstraint(
+            target=self._target(data, source), label=str(data["split"]), on=self._on(data, source), source=source
+        )
 
-    def _whole(self, data: Mapping[str, Any], said: Said) -> Whole:
-        self._is_one_of(data, "whole", [True], said)
-        return Whole(target=self._target(data, said), on=self._on(data, said), said=said)
+    def _whole(self, data: Mapping[str, Any], source: ConstraintSource) -> ReplicateConstraint:
+        self._is_one_of(data, "whole", [True], source)
+        return ReplicateConstraint(target=self._target(data, source), on=self._on(data, source), source=source)
 
-    def _together(self, data: Mapping[str, Any], said: Said) -> Together:
-        self._is_one_of(data, "together", [True], said)
+    def _together(self, data: Mapping[str, Any], source: ConstraintSource) -> SameSplitConstraint:
+        self._is_one_of(data, "together", [True], source)
         if "module" not in data and "class" not in data:
-            self.faults.append(f"{said}: together is said of modules; name them by module or class")
-        return Together(target=self._target(data, said), said=said)
+            self.faults.append(f"{source}: together is said of modules; name them by module or class")
+        return SameSplitConstraint(target=self._target(data, source), source=source)
 
-    def _memory(self, data: Mapping[str, Any], said: Said) -> Memory:
+    def _memory(self, data: Mapping[str, Any], source: ConstraintSource) -> MemoryConstraint:
         bytes = 0.0
         try:
             bytes = quantity.read(data["memory"], "bytes")
         except ValueError as error:
-            self.faults.append(f"{said}: {error}")
+            self.faults.append(f"{source}: {error}")
         else:
             if bytes <= 0:
-                self.faults.append(f"{said}: {data['memory']!r} is no amount of memory")
-        return Memory(bytes=bytes, said=said)
+                self.faults.append(f"{source}: {data['memory']!r} is no amount of memory")
+        return MemoryConstraint(bytes=bytes, source=source)
 
-    def _recompute(self, data: Mapping[str, Any], said: Said) -> Recompute:
-        self._is_one_of(data, "recompute", [True, False], said)
+    def _recompute(self, data: Mapping[str, Any], source: ConstraintSource) -> RecomputeConstraint:
+        self._is_one_of(data, "recompute", [True, False], source)
         if data["recompute"] is True and "module" not in data and "class" not in data:
-            self.faults.append(f"{said}: say by module or class what to recompute")
-        return Recompute(target=self._target(data, said), wanted=bool(data["recompute"]), said=said)
+            self.faults.append(f"{source}: say by module or class what to recompute")
+        return RecomputeConstraint(target=self._target(data, source), wanted=bool(data["recompute"]), source=source)
 
-    def _zero(self, data: Mapping[str, Any], said: Said) -> Zero:
-        self._is_one_of(data, "zero", [0, 1, 2, 3], said)
+    def _zero(self, data: Mapping[str, Any], source: ConstraintSource) -> ZeroConstraint:
+        self._is_one_of(data, "zero", [0, 1, 2, 3], source)
         level = data["zero"] if isinstance(data["zero"], int) else 0
-        return Zero(target=self._target(data, said), level=level, said=said)
+        return ZeroConstraint(target=self._target(data, source), level=level, source=source)
 
-    def _count(self, data: Mapping[str, Any], said: Said) -> Piping:
+    def _count(self, data: Mapping[str, Any], source: ConstraintSource) -> PipelineConstraint:
         (what,) = (key for key in data if key in ("stages", "microbatches"))
         value = data[what]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.faults.append(f"{said}: {value!r} is no number of {what}; it is 1 or more")
+            self.faults.append(f"{source}: {value!r} is no number of {what}; it is 1 or more")
             value = 1
-        return Piping(what=what, value=value, said=said)
+        return PipelineConstraint(what=what, value=value, source=source)
 
     _stages = _microbatches = _count
 
-    def _schedule(self, data: Mapping[str, Any], said: Said) -> Piping:
+    def _schedule(self, data: Mapping[str, Any], source: ConstraintSource) -> PipelineConstraint:
         try:
-            kind_named(str(data["schedule"]))
+            schedule_kind(str(data["schedule"]))
         except ScheduleError as error:
-            self.faults.append(f"{said}: {error}")
-        return Piping(what="schedule", value=str(data["schedule"]), said=said)
+            self.faults.append(f"{source}: {error}")
+        return PipelineConstraint(what="schedule", value=str(data["schedule"]), source=source)
 
-    def _cut(self, data: Mapping[str, Any], said: Said) -> Cutting:
-        self._is_one_of(data, "cut", ["before", "never"], said)
+    def _cut(self, data: Mapping[str, Any], source: ConstraintSource) -> StageCutConstraint:
+        self._is_one_of(data, "cut", ["before", "never"], source)
         if "module" not in data and "class" not in data:
-            self.faults.append(f"{said}: say by module or class where a stage begins, or what is not cut")
-        return Cutting(target=self._target(data, said), before=data["cut"] == "before", said=said)
+            self.faults.append(f"{source}: say by module or class where a stage begins, or what is not cut")
+        return StageCutConstraint(target=self._target(data, source), before=data["cut"] == "before", source=source)
 
-    def _is_one_of(self, data: Mapping[str, Any], key: str, allowed: list[Any], said: Said) -> None:
-        if key in data and not any(type(data[key]) is type(one) and data[key] == one for one in allowed):
-            shown = " or ".join(str(one).lower() for one in allowed)
-            self.faults.append(f"{said}: {key} is {shown}, not {data[key]!r}")
+    def _is_one_of(self, data: Mapping[str, Any], key: str, allowed: list[Any], source: ConstraintSource) -> None:
+        if key in data and not any(type(data[key]) is type(value) and data[key] == value for value in allowed):
+            shown = " or ".join(str(value).lower() for value in allowed)
+            self.faults.append(f"{source}: {key} is {shown}, not {data[key]!r}")
 
-    def _on(self, data: Mapping[str, Any], said: Said) -> str | None:
+    def _on(self, data: Mapping[str, Any], source: ConstraintSource) -> str | None:
         on = data.get("on")
         if "on" in data and not isinstance(on, str):
-            self.faults.append(f"{said}: on names one axis, not {on!r}")
+            self.faults.append(f"{source}: on names one axis, not {on!r}")
         return on if isinstance(on, str) else None
 
-    def _target(self, data: Mapping[str, Any], said: Said) -> Target:
-        return Target(**{field: self._names(data, key, said) for key, field in _PLURALS.items()})
+    def _target(self, data: Mapping[str, Any], source: ConstraintSource) -> Target:
+        return Target(**{field: self._names(data, key, source) for key, field in _PLURALS.items()})
 
-    def _names(self, data: Mapping[str, Any], key: str, said: Said) -> tuple[str, ...]:
-        held = data.get(key, ())
-        names = (held,) if isinstance(held, str) else held
-        fine = isinstance(names, list | tuple) and all(isinstance(one, str) and one for one in names)
+    def _names(self, data: Mapping[str, Any], key: str, source: ConstraintSource) -> tuple[str, ...]:
+        value = data.get(key, ())
+        names = (value,) if isinstance(value, str) else value
+        fine = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
         if not fine or (key in data and not names):
-            self.faults.append(f"{said}: {key} is a name or a list of names, not {held!r}")
+            self.faults.append(f"{source}: {key} is a name or a list of names, not {value!r}")
             return ()
         return tuple(names)
 
@@ -374,7 +381,7 @@ _PLURALS = {"module": "modules", "class": "classes", "op": "ops"}
 def _shown(value: Any) -> str:
     """An entry on one line, as a person would write it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(held)}" for key, held in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_shown, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)

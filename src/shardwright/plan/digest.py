@@ -1,6 +1,6 @@
 """What a plan file says of a plan's cost beside the numbers of `price`: what each axis does, how parameters are stored.
 
-Ops of equal layers are said once, with a star and a count.
+Ops of equal layers are listed once, with a star and a count.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..cluster import Cluster
-from ..cost import flops, is_product
+from ..cost import flops, is_matmul
 from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Mesh
 from ..rules import Analysis
 from .folding import star
 
-DEAREST = 5
-"""Ops and conversions that a plan file names."""
+MOST_EXPENSIVE = 5
+"""How many ops and reshards a plan file names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class AxisUse:
 
     links     that it crosses, the slowest last
     nodes     that a group along it lies on
-    batch     the part of the products' arithmetic that it splits on the batch,
+    batch     the fraction of the matmul FLOPs that it splits on the batch,
     weights   on a dim of a parameter,
     other     and on anything else, such as the sequence
     """
@@ -53,45 +53,45 @@ class AxisUse:
 
 
 def axis_uses(
-    facts: Analysis, mesh: Mesh, cluster: Cluster, choices: Mapping[str, Mapping[str, str]]
+    analysis: Analysis, mesh: Mesh, cluster: Cluster, choices: Mapping[str, Mapping[str, str]]
 ) -> tuple[AxisUse, ...]:
     """What the axes of a mesh are used for under these choices."""
-    kinds = atom_kinds(facts)
-    products = [op for op in facts.graph.ops if is_product(facts.signatures[op.name])]
-    total = sum(flops(facts.signatures[op.name]) for op in products) or 1.0
-    found = []
+    kinds = atom_kinds(analysis)
+    products = [op for op in analysis.graph.ops if is_matmul(analysis.signatures[op.name])]
+    total = sum(flops(analysis.signatures[op.name]) for op in products) or 1.0
+    uses = []
     for axis in mesh.axes:
         work = {"batch": 0.0, "weights": 0.0, "other": 0.0}
         for op in products:
-            signature, picked = facts.signatures[op.name], choices.get(op.name, {}).get(axis.name)
+            signature, picked = analysis.signatures[op.name], choices.get(op.name, {}).get(axis.name)
             role = next((role for role in signature.roles if role.name == picked), None)
             if role is not None:
                 work[kinds.get(role.atom, "other")] += flops(signature) / total
         spans = cluster.spans(mesh, (axis.name,))
         links = dict.fromkeys(link.name for span in spans for link in span.links)
         nodes = max(len(span.ranks) for span in spans)
-        found.append(AxisUse(axis=axis.name, size=axis.size, links=tuple(links), nodes=nodes, **work))
-    return tuple(found)
+        uses.append(AxisUse(axis=axis.name, size=axis.size, links=tuple(links), nodes=nodes, **work))
+    return tuple(uses)
 
 
-def atom_kinds(facts: Analysis) -> dict[int, str]:
+def atom_kinds(analysis: Analysis) -> dict[int, str]:
     """Of each atom that is the batch's or a parameter's: "batch" or "weights"."""
-    return dict.fromkeys(facts.owned, "weights") | dict.fromkeys(facts.batch, "batch")
+    return dict.fromkeys(analysis.owned, "weights") | dict.fromkeys(analysis.batch, "batch")
 
 
 def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]]) -> dict[str, float]:
-    """Bytes of whole parameters by how they are stored, most first: {"ZeRO-3 over dp": ..., "not split": ...}."""
-    found: dict[str, float] = {}
+    """Bytes of full parameters by how they are stored, most first: {"ZeRO-3 over dp": ..., "not split": ...}."""
+    bytes_by_storage: dict[str, float] = {}
     for parameter in graph.parameters:
-        held = tuple(storage.get(parameter.key, ()))
-        over = ", ".join(axis for axis, _ in held)
-        how = f"ZeRO-{max(level for _, level in held)} over {over}" if held else "not split for storage"
+        levels = tuple(storage.get(parameter.key, ()))
+        over = ", ".join(axis for axis, _ in levels)
+        how = f"ZeRO-{max(level for _, level in levels)} over {over}" if levels else "not split for storage"
         value = graph.values[parameter.value]
-        found[how] = found.get(how, 0.0) + value.elements * ITEM_SIZE.get(value.dtype, 4)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        bytes_by_storage[how] = bytes_by_storage.get(how, 0.0) + value.elements * ITEM_SIZE.get(value.dtype, 4)
+    return dict(sorted(bytes_by_storage.items(), key=lambda item: -item[1]))
 
 
-class Part(Protocol):
+class StoredPart(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -100,19 +100,24 @@ class Part(Protocol):
     def sends(self) -> str: ...
 
 
-def fold_parts(parts: Iterable[Part], most: int = DEAREST) -> list[dict[str, Any]]:
-    """The dearest parts, those of equal layers as one."""
-    found: dict[tuple[str, str], list[float]] = {}
+def fold_parts(parts: Iterable[StoredPart], most: int = MOST_EXPENSIVE) -> list[dict[str, Any]]:
+    """The most expensive parts, those of equal layers as one."""
+    seconds_by_name: dict[tuple[str, str], list[float]] = {}
     for part in parts:
-        found.setdefault((star_all(part.name), part.sends), []).append(part.seconds)
-    dearest = sorted(found.items(), key=lambda item: -sum(item[1]))[:most]
+        seconds_by_name.setdefault((star_all(part.name), part.sends), []).append(part.seconds)
+    most_expensive = sorted(seconds_by_name.items(), key=lambda item: -sum(item[1]))[:most]
     return [
-        {"name": name, "count": len(held), "seconds": float(f"{sum(held):.4g}"), **({"sends": sends} if sends else {})}
-        for (name, sends), held in dearest
-        if sum(held) > 0
+        {
+            "name": name,
+            "count": len(seconds),
+            "seconds": float(f"{sum(seconds):.4g}"),
+            **({"sends": sends} if sends else {}),
+        }
+        for (name, sends), seconds in most_expensive
+        if sum(seconds) > 0
     ]
 
 
 def star_all(name: str) -> str:
-    """Both ends of a conversion with stars for layer numbers."""
+    """Both ends of a reshard with stars for layer numbers."""
     return " -> ".join(star(end) for end in name.split(" -> "))

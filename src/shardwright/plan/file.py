@@ -11,7 +11,7 @@ from ..errors import LayoutError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
 from .folding import uncover, unfold, unfold_paths
-from .plan import VERSION, Plan, Segment
+from .plan import VERSION, Plan, PlanStage
 
 
 def load(path: str | Path, graph: Graph) -> Plan:
@@ -26,7 +26,7 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
     except json.JSONDecodeError as error:
         raise PlanError(f"{path} is not JSON: {error}") from error
     validate(data, path)
-    entries: dict[str, tuple[Segment, ...]] = {}
+    entries: dict[str, tuple[PlanStage, ...]] = {}
     for entry, segments in data["entries"].items():
         if entry == graph.entry:
             known = data["fingerprints"].get(entry)
@@ -35,7 +35,8 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
             entries[entry] = _segments(data, segments, graph, path)
     keys = [key for parameter in graph.parameters for key in parameter.keys]
     storage = {
-        key: tuple((axis, level) for axis, level in held.items()) for key, held in unfold(data["storage"], keys).items()
+        key: tuple((axis, level) for axis, level in levels.items())
+        for key, levels in unfold(data["storage"], keys).items()
     }
     return Plan(
         model=data["model"],
@@ -60,57 +61,59 @@ def mesh_of(data: Mapping[str, Any], segment: Mapping[str, Any]) -> Mesh:
     return Mesh(axes=named, devices=tuple(segment.get("devices", ())))
 
 
-def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[Segment, ...]:
+def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[PlanStage, ...]:
     names = [op.name for op in graph.ops]
-    parts = [uncover(held["ops"], names) if "ops" in held else names for held in segments]
+    parts = [uncover(segment["ops"], names) if "ops" in segment else names for segment in segments]
     meshes = _meshes(data, segments, path)
-    homes: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     faults: list[str] = []
     for number, own in enumerate(parts):
-        faults += [f"{name!r} is in segments {homes[name]} and {number}" for name in own if name in homes]
-        homes |= dict.fromkeys(own, number)
-    faults += [f"{name!r} is in no segment" for name in names if name not in homes]
+        faults += [f"{name!r} is in segments {stage_of[name]} and {number}" for name in own if name in stage_of]
+        stage_of |= dict.fromkeys(own, number)
+    faults += [f"{name!r} is in no segment" for name in names if name not in stage_of]
     raise_all(PlanError, f"{path} does not fit the model:", faults)
-    found = []
-    for number, (held, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):
+    stages = []
+    for number, (segment, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):
         where = f"segment {number}" if len(segments) > 1 else "the model"
         inside = dict.fromkeys(own)
         paths = [at for at, ops in graph.under.items() if any(op.name in inside for op in ops)]
-        found.append(
-            Segment(
+        stages.append(
+            PlanStage(
                 mesh=mesh,
-                choices={name: {} for name in own} | unfold(held["choices"], own, where),
-                recompute=unfold_paths(held["recompute"], paths, where),
+                choices={name: {} for name in own} | unfold(segment["choices"], own, where),
+                recompute=unfold_paths(segment["recompute"], paths, where),
             )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def _meshes(data: Any, segments: list[Any], path: str | Path) -> list[Mesh]:
     """The meshes of segments, of which a device is in one only."""
-    found: list[Mesh] = []
+    meshes: list[Mesh] = []
     faults: list[str] = []
-    for number, held in enumerate(segments):
+    for number, segment in enumerate(segments):
         try:
-            found.append(mesh_of(data, held))
+            meshes.append(mesh_of(data, segment))
         except LayoutError as error:
             faults.append(f"segment {number}: {error}")
-    taken: dict[int, Mesh] = {}
-    for mesh in found:
+    mesh_of_device: dict[int, Mesh] = {}
+    for mesh in meshes:
         faults += [
-            f"device {device} is in the meshes {taken[device]} and {mesh}; all segments of a device have one mesh"
+            f"device {device} is in the meshes {mesh_of_device[device]} and {mesh}; all stages of a device share a mesh"
             for device in mesh.devices
-            if taken.setdefault(device, mesh) != mesh
+            if mesh_of_device.setdefault(device, mesh) != mesh
         ]
-    if sorted(taken) != list(range(len(taken))):
-        faults.append(f"devices are numbered from 0 on, and these are {', '.join(map(str, sorted(taken)))}")
+    if sorted(mesh_of_device) != list(range(len(mesh_of_device))):
+        faults.append(f"devices are numbered from 0 on, and these are {', '.join(map(str, sorted(mesh_of_device)))}")
     raise_all(PlanError, f"{path} puts segments where they can't be:", faults)
-    return found
+    return meshes
 
 
 def _refuse(data: Any, entry: str, graph: Graph) -> None:
     """Say what changed between the graph that a plan is for and the one at hand."""
-    loose = tuple(Segment(mesh=mesh_of(data, held), choices=held["choices"]) for held in data["entries"][entry])
+    loose = tuple(
+        PlanStage(mesh=mesh_of(data, segment), choices=segment["choices"]) for segment in data["entries"][entry]
+    )
     Plan(
         model=data["model"], policy="", cluster="", fingerprints=data["fingerprints"], entries={entry: loose}
     ).check_against(graph)
@@ -150,13 +153,14 @@ def validate(data: Any, path: str | Path) -> None:
         faults += [f"axis {k!r} has size {v!r}" for k, v in data["mesh"].items() if not isinstance(v, int) or v < 1]
     entries = data.get("entries")
     for entry, segments in entries.items() if isinstance(entries, dict) else ():
-        if not isinstance(segments, list) or not all(isinstance(held, dict) for held in segments):
+        if not isinstance(segments, list) or not all(isinstance(segment, dict) for segment in segments):
             faults.append(f"entry {entry!r} should be a list of objects, one for each segment")
             continue
         wanted = _SEGMENT if len(segments) == 1 else _PLACED
         faults += [
-            f"entry {entry!r}, segment {number}: should have {', '.join(sorted(wanted))}, has {', '.join(sorted(held))}"
-            for number, held in enumerate(segments)
-            if set(held) != wanted
+            f"entry {entry!r}, segment {number}: should have {', '.join(sorted(wanted))}, "
+            f"has {', '.join(sorted(segment))}"
+            for number, segment in enumerate(segments)
+            if set(segment) != wanted
         ]
     raise_all(PlanError, f"{path} is not a valid plan:", faults)

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ..cluster import Cluster
-from ..cost import flops, is_product
+from ..cost import flops, is_matmul
 from ..layout import Axis, Mesh
 from ..rules import Analysis
-from .constraints import NamedAxis
+from .constraints import AxisConstraint
 
 NAMES = ("x", "y", "z")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MeshCandidate:
     """A mesh to look at; `data` are the axes that may split the batch only."""
 
     mesh: Mesh
@@ -38,12 +38,12 @@ class Candidate:
         return " x ".join(str(axis.size) for axis in self.mesh.axes) or "1"
 
 
-def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = False) -> Iterator[Candidate]:
+def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = False) -> Iterator[MeshCandidate]:
     """Meshes over the first `size` devices of a cluster, all of them if it is not said."""
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     if count == 1:
-        yield Candidate(Mesh(axes=()))
+        yield MeshCandidate(Mesh(axes=()))
         return
     yield _candidate((count,), data_only)
     for inner in divisors(count):
@@ -56,7 +56,7 @@ def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = F
 
 
 def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
-    """What of all meshes is not looked at, in words: the pruning that may lose something."""
+    """The meshes that are not tried, in words: the pruning that may lose something."""
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     most = max(2 * inside, 16)
@@ -70,31 +70,40 @@ def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
 
 
 def name_axes(
-    base: Sequence[Candidate], asked: Mapping[str, Sequence[NamedAxis]], cluster: Cluster, data_only: bool = False
-) -> Iterator[Candidate]:
+    base: Sequence[MeshCandidate],
+    constraints: Mapping[str, Sequence[AxisConstraint]],
+    cluster: Cluster,
+    data_only: bool = False,
+) -> Iterator[MeshCandidate]:
     """Meshes that have axes of some names, and what is asked of those: the given ones, and all with just these axes."""
-    if not asked:
+    if not constraints:
         yield from base
         return
     size = base[0].mesh.size
-    order = sorted(asked, key=lambda name: not any(one.data for one in asked[name]))  # copies outside if all is equal
-    known = {tuple(axis.size for axis in held.mesh.axes): held.data for held in base}
+    order = sorted(
+        constraints, key=lambda name: not any(constraint.data for constraint in constraints[name])
+    )  # copies outside if all is equal
+    known = {tuple(axis.size for axis in candidate.mesh.axes): candidate.data for candidate in base}
     seen: set[tuple[Axis, ...]] = set()
-    for sizes in dict.fromkeys([*known, *_products(size, len(asked))]):
-        for places in permutations(range(len(sizes)), len(asked)):
-            given = dict(zip(places, order, strict=True))
-            names = [given.get(at, NAMES[at]) for at in range(len(sizes))]
+    for sizes in dict.fromkeys([*known, *_products(size, len(constraints))]):
+        for places in permutations(range(len(sizes)), len(constraints)):
+            name_at = dict(zip(places, order, strict=True))
+            names = [name_at.get(at, NAMES[at]) for at in range(len(sizes))]
             mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in zip(names, sizes, strict=True)))
-            if mesh.axes not in seen and all(_fits(one, mesh, cluster) for held in asked.values() for one in held):
+            if mesh.axes not in seen and all(
+                _fits(constraint, mesh, cluster) for wanted in constraints.values() for constraint in wanted
+            ):
                 seen.add(mesh.axes)
-                data = {one.name for held in asked.values() for one in held if one.data} | set(known.get(sizes, ()))
-                yield Candidate(mesh, tuple(mesh.names) if data_only else tuple(n for n in mesh.names if n in data))
+                data = {
+                    constraint.name for wanted in constraints.values() for constraint in wanted if constraint.data
+                } | set(known.get(sizes, ()))
+                yield MeshCandidate(mesh, tuple(mesh.names) if data_only else tuple(n for n in mesh.names if n in data))
 
 
-def _fits(asked: NamedAxis, mesh: Mesh, cluster: Cluster) -> bool:
-    if asked.size is not None and mesh.sizes[asked.name] != asked.size:
+def _fits(constraint: AxisConstraint, mesh: Mesh, cluster: Cluster) -> bool:
+    if constraint.size is not None and mesh.sizes[constraint.name] != constraint.size:
         return False
-    return not asked.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (asked.name,)))
+    return not constraint.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (constraint.name,)))
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -106,37 +115,37 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((part, *rest) for rest in _products(number // part, count - 1))
 
 
-def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:
+def _candidate(sizes: tuple[int, ...], data_only: bool) -> MeshCandidate:
     axes = tuple(Axis(name=name, size=size) for name, size in zip(NAMES, sizes, strict=False))
     data = tuple(axis.name for axis in axes) if data_only else (axes[0].name,) if len(axes) == 3 else ()
-    return Candidate(Mesh(axes=axes), data)
+    return MeshCandidate(Mesh(axes=axes), data)
 
 
 def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def axis_names(analysis: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several.
 
     Axes that somebody has named keep their names.
     """
-    found = {name: name for name in mesh.names if name not in NAMES}
+    names = {name: name for name in mesh.names if name not in NAMES}
     for axis in mesh.axes:
-        if axis.name in found:
+        if axis.name in names:
             continue
         work = {"dp": 1e-9, "tp": 0.0}
         experts = False
         for name, choice in choices.items():
             picked = choice.get(axis.name)
-            signature = facts.signatures[name]
+            signature = analysis.signatures[name]
             role = next((role for role in signature.roles if role.name == picked), None)
             if role is None:
                 continue
             experts = experts or signature.beside(role.label) is not None
-            weight = flops(signature) if is_product(signature) else 1e-6
-            work["dp" if role.atom in facts.batch else "tp"] += weight
+            weight = flops(signature) if is_matmul(signature) else 1e-6
+            work["dp" if role.atom in analysis.batch else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
         numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
-        found[axis.name] = next(name for name in numbered if name not in found.values())
-    return found
+        names[axis.name] = next(name for name in numbered if name not in names.values())
+    return names

@@ -1,4 +1,4 @@
-"""What became of each mesh that the search looked at, for the plan file: why it is not the one."""
+"""What became of each mesh that the search tried, for the plan file: runners-up, and meshes pruned by their bound."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auto import Looked
+    from .auto import MeshResult
 
 ROUNDING = 1e-4
 
 
-def outcomes(looked: Iterable[Looked], best: Looked, limit: float, slack: float) -> list[dict[str, Any]]:
+def mesh_outcomes(results: Iterable[MeshResult], best: MeshResult, limit: float, slack: float) -> list[dict[str, Any]]:
     """The meshes, the fastest first: those that were solved, then those that were bounded.
 
     chosen         the best
@@ -24,23 +24,23 @@ def outcomes(looked: Iterable[Looked], best: Looked, limit: float, slack: float)
     `slack` is the relative gain that no mesh is solved for.
     """
     small = best.time * (1.0 - slack - ROUNDING)
-    found = [_outcome(one, best, limit, small) for one in looked]
-    return sorted(found, key=lambda one: (one["seconds"] or math.inf, one["bound"] or math.inf))
+    outcomes = [_outcome(result, best, limit, small) for result in results]
+    return sorted(outcomes, key=lambda outcome: (outcome["seconds"] or math.inf, outcome["bound"] or math.inf))
 
 
-def _outcome(looked: Looked, best: Looked, limit: float, small: float) -> dict[str, Any]:
-    solution = looked.solution
-    bound = solution.bound if solution is not None else looked.bound
-    said = {"mesh": str(looked.candidate), "bound": _finite(bound), "seconds": _finite(looked.time)}
-    if looked.candidate == best.candidate:
-        return said | {"outcome": "chosen"}
-    if math.isfinite(looked.time):
-        return said | {"outcome": "slower"}
+def _outcome(result: MeshResult, best: MeshResult, limit: float, small: float) -> dict[str, Any]:
+    solution = result.solution
+    bound = solution.bound if solution is not None else result.bound
+    entry = {"mesh": str(result.candidate), "bound": _finite(bound), "seconds": _finite(result.time)}
+    if result.candidate == best.candidate:
+        return entry | {"outcome": "chosen"}
+    if math.isfinite(result.time):
+        return entry | {"outcome": "slower"}
     if solution is None:
-        return said | {"outcome": "bounded" if bound >= small else "not solved"}
+        return entry | {"outcome": "bounded" if bound >= small else "not solved"}
     if solution.least_memory > limit:
-        return said | {"outcome": "does not fit", "memory": int(solution.least_memory)}
-    return said | {"outcome": "bounded" if bound >= small else "does not fit"}
+        return entry | {"outcome": "does not fit", "memory": int(solution.least_memory)}
+    return entry | {"outcome": "bounded" if bound >= small else "does not fit"}
 
 
 def _finite(value: float) -> float | None:

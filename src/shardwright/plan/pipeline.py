@@ -1,8 +1,8 @@
-"""Pipelines in a plan: stages of devices, segments of the graph, microbatches.
+"""Pipelines in a plan: pipeline ranks, the stages they run, microbatches.
 
 A microbatch is a split of the batch along an axis in time, MB. Ops are split on it as on a data-parallel axis, only
-that no rank can talk over it: what an op would need from other microbatches it can't have, but for what depends on
-inputs alone, which is computed for all of them first.
+that no rank can communicate over it: what an op would need from other microbatches it can't have, except for what
+depends on inputs alone, which is computed for all of them first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..errors import PlanError
 from ..ir import Graph, Op
 from ..layout import Axis, Mesh
 from ..rules import Analysis, analyse
-from ..schedule import Schedule, fewer, forward_only, kind_named, spread
-from .draft import MB as MB
-from .draft import Draft
-from .plan import Plan, Segment
+from ..schedule import Schedule, fewer, forward_only, schedule_kind, spread
+from .builder import MB as MB
+from .builder import PlanBuilder
+from .plan import Plan, PlanStage
 from .policies import apply, dp, tp
 from .recompute import faults_of
-from .rows import replicas
-from .segments import Line, balanced
-from .strings import Request
+from .replica_axes import replicas
+from .stages import OpSequence, balanced
+from .strings import PolicyRequest
 from .subaxes import refine
 
 USUAL = "1f1b"
@@ -32,8 +32,8 @@ USUAL = "1f1b"
 def timed(mesh: Mesh, microbatches: int, *, inside: bool = False) -> Mesh:
     """A mesh with the axis in time, as if each microbatch had devices of its own.
 
-    Outermost, so that a microbatch is a run of the batch's rows. `inside` the others where each data-parallel group
-    has its own rows, of which a microbatch is a run.
+    Outermost, so that a microbatch is a run of the batch's samples. `inside` the others where each data-parallel group
+    has its own samples, of which a microbatch is a run.
     """
     if microbatches == 1:
         return mesh
@@ -43,54 +43,54 @@ def timed(mesh: Mesh, microbatches: int, *, inside: bool = False) -> Mesh:
 
 def usual_microbatches(graph: Graph, stages: int, replicas: int) -> int:
     """The number of microbatches if nobody says: about four a stage, as far as the batch divides."""
-    rows = (graph.batch or 1) // replicas
-    return max(count for count in range(1, min(rows, 4 * stages) + 1) if rows % count == 0) if rows else 1
+    samples = (graph.batch or 1) // replicas
+    return max(count for count in range(1, min(samples, 4 * stages) + 1) if samples % count == 0) if samples else 1
 
 
-def seats_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def pipeline_ranks_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The devices of each stage, in order."""
-    found, at = [], 0
+    pp_ranks, at = [], 0
     for size in stages:
-        found.append(tuple(range(at, at + size)))
+        pp_ranks.append(tuple(range(at, at + size)))
         at += size
-    return tuple(found)
+    return tuple(pp_ranks)
 
 
-def draw_pipeline(
+def build_pipeline(
     graph: Graph,
-    request: Request,
-    facts: Analysis | None = None,
+    request: PolicyRequest,
+    analysis: Analysis | None = None,
     cluster: str = "",
     microbatches: int | None = None,
     local: bool = False,
 ) -> Plan:
     """The plan that a plan string with stages, or with microbatches, asks for."""
-    facts = facts or analyse(graph)
-    request, notes = refine(request, facts, tp)
+    analysis = analysis or analyse(graph)
+    request, notes = refine(request, analysis, tp)
     stages = request.stages or (request.mesh.size,)
     name = request.schedule or USUAL
-    kind = kind_named(f"{name}:{request.chunks}" if request.chunks else name)
+    kind = schedule_kind(f"{name}:{request.chunks}" if request.chunks else name)
     groups = max(replicas(request.mesh_of(size)) for size in stages)
     count = microbatches or usual_microbatches(graph, len(stages), groups)
     check_microbatches(graph, count, groups, local)
-    line = Line(facts)
-    cuts = balanced(line, [flops(facts.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
-    drawn = {size: _drawn(facts, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
-    seats = seats_of(stages)
-    meshes = [replace(drawn[len(seat)].mesh_inside, devices=seat) for seat in seats]
-    held = [(meshes[seat], drawn[len(seats[seat])].choices) for (seat,) in kind.holders(len(stages))]
+    line = OpSequence(analysis)
+    cuts = balanced(line, [flops(analysis.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
+    drawn = {size: _drawn(analysis, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
+    pp_ranks = pipeline_ranks_of(stages)
+    meshes = [replace(drawn[len(pp_rank)].mesh_inside, devices=pp_rank) for pp_rank in pp_ranks]
+    policies = [(meshes[pp_rank], drawn[len(pp_ranks[pp_rank])].choices) for (pp_rank,) in kind.holders(len(stages))]
     segments = tuple(
-        Segment(
+        PlanStage(
             mesh=mesh,
             choices={name: choices.get(name, {}) for name in part},
             recompute=_recomputed(line, part, drawn[mesh.size].recomputed),
         )
-        for part, (mesh, choices) in zip(line.parts(cuts), held, strict=True)
+        for part, (mesh, choices) in zip(line.parts(cuts), policies, strict=True)
     )
-    plans = [one.plan for one in drawn.values()]
+    plans = [stage_policy.plan for stage_policy in drawn.values()]
     return replace(
         plans[0],
-        storage={key: held for plan in plans for key, held in plan.storage.items()},
+        storage={key: levels for plan in plans for key, levels in plan.storage.items()},
         notes=tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
         policy=str(request),
         cluster=cluster,
@@ -102,56 +102,58 @@ def draw_pipeline(
 
 
 class _Drawn:
-    """What the policies of a stage say of the whole graph."""
+    """What the policies of a stage choose for the whole graph."""
 
-    def __init__(self, draft: Draft, mesh: Mesh) -> None:
-        self.plan = draft.finish("")
-        self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(draft.graph.entry)
-        self.recomputed = tuple(draft.recomputed)
+    def __init__(self, builder: PlanBuilder, mesh: Mesh) -> None:
+        self.plan = builder.finish("")
+        self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(builder.graph.entry)
+        self.recomputed = tuple(builder.recomputed)
         self.mesh_inside = mesh
 
 
-def _drawn(facts: Analysis, request: Request, size: int, microbatches: int) -> _Drawn:
+def _drawn(analysis: Analysis, request: PolicyRequest, size: int, microbatches: int) -> _Drawn:
     mesh = request.mesh_of(size)
-    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
-        cut_in_time(draft, Axis(name=MB, size=microbatches))
-    apply(draft, request, size)
-    return _Drawn(draft, mesh)
+        split_in_time(builder, Axis(name=MB, size=microbatches))
+    apply(builder, request, size)
+    return _Drawn(builder, mesh)
 
 
-def cut_in_time(draft: Draft, axis: Axis) -> None:
-    """The policy of microbatches: data parallel, where nobody can be asked.
+def split_in_time(builder: PlanBuilder, axis: Axis) -> None:
+    """The policy of microbatches: data parallel, without communication.
 
-    What depends on inputs alone and is wanted whole is computed whole; every rank has the inputs.
+    What depends on inputs alone and is read replicated is computed replicated; every rank has the inputs.
     """
-    dp(draft, axis)
-    graph, facts = draft.graph, draft.facts
-    given = {held.value for held in graph.inputs} | {held.value for held in graph.buffers} | facts.constants
+    dp(builder, axis)
+    graph, analysis = builder.graph, builder.analysis
+    known = {item.value for item in graph.inputs} | {item.value for item in graph.buffers} | analysis.constants
     early = []
-    for op in draft.ops:
-        if all(name in given for name in op.inputs) and not any(graph.values[name].gradient for name in op.outputs):
-            given.update(op.outputs)
+    for op in builder.ops:
+        if all(name in known for name in op.inputs) and not any(graph.values[name].gradient for name in op.outputs):
+            known.update(op.outputs)
             early.append(op)
-    draft.foreseen[axis.name] = frozenset(name for op in early for name in op.outputs)
+    builder.foreseen[axis.name] = frozenset(name for op in early for name in op.outputs)
     for op in reversed(early):
-        if draft.chosen(op, axis) is not None and any(_wanted_whole(draft, axis, op, name) for name in op.outputs):
-            del draft.choices[op.name][axis.name]
+        if builder.chosen(op, axis) is not None and any(
+            _read_replicated(builder, axis, op, name) for name in op.outputs
+        ):
+            del builder.choices[op.name][axis.name]
 
 
-def _wanted_whole(draft: Draft, axis: Axis, op: Op, value: str) -> bool:
-    """Whether a value that an axis cuts is read by an op that does not take it cut."""
-    if draft.output_layout(op, value).cut_of(axis.name) is None:
+def _read_replicated(builder: PlanBuilder, axis: Axis, op: Op, value: str) -> bool:
+    """Whether a value that an axis shards is read by an op that needs it replicated."""
+    if builder.output_layout(op, value).shard_of(axis.name) is None:
         return False
-    for user, index in draft.graph.users[value]:
-        choice = draft.choices.get(user.name, {})
-        inputs, _ = draft.signature(user).layouts({k: v for k, v in choice.items() if k == axis.name}, draft.mesh)
-        if inputs[index].cut_of(axis.name) is None:
+    for user, index in builder.graph.users[value]:
+        choice = builder.choices.get(user.name, {})
+        inputs, _ = builder.signature(user).layouts({k: v for k, v in choice.items() if k == axis.name}, builder.mesh)
+        if inputs[index].shard_of(axis.name) is None:
             return True
     return False
 
 
-def _recomputed(line: Line, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
+def _recomputed(line: OpSequence, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
     inside = set(part)
     return tuple(path for path in paths if any(op.name in inside for op in line.graph.under[path]))
 
@@ -162,23 +164,23 @@ def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> 
         return
     if graph.batch is None:
         raise PlanError(f"{count} microbatches split the batch, but the inputs have no common batch dim; use 1")
-    rows = graph.batch * (count if local else 1)
-    if count > rows:
-        raise PlanError(f"{count} microbatches are more than the batch has rows ({rows}); use {rows} at most")
-    if rows % (count * replicas):
-        fitting = [n for n in range(1, rows + 1) if rows % (n * replicas) == 0]
+    samples = graph.batch * (count if local else 1)
+    if count > samples:
+        raise PlanError(f"{count} microbatches are more than the batch has rows ({samples}); use {samples} at most")
+    if samples % (count * replicas):
+        fitting = [n for n in range(1, samples + 1) if samples % (n * replicas) == 0]
         raise PlanError(
-            f"a batch of {rows} does not divide into {count} microbatches"
+            f"a batch of {samples} does not divide into {count} microbatches"
             + (f" on {replicas} data-parallel devices" if replicas > 1 else "")
             + (f"; {', '.join(map(str, fitting))} would do" if fitting else "")
         )
 
 
 def microbatches_of(plan: Plan, graph: Graph) -> int:
-    """The number of microbatches of an entry: the plan's, or the next smaller one that a smaller batch divides by."""
+    """The microbatches of a specialization: the plan's, or the next smaller number that a smaller batch divides by."""
     groups = max(map(replicas, _meshes(plan)))
-    rows = (graph.batch or 1) * (plan.microbatches if plan.local else 1)
-    return next((count for count in range(plan.microbatches, 1, -1) if rows % (count * groups) == 0), 1)
+    samples = (graph.batch or 1) * (plan.microbatches if plan.local else 1)
+    return next((count for count in range(plan.microbatches, 1, -1) if samples % (count * groups) == 0), 1)
 
 
 def _meshes(plan: Plan) -> list[Mesh]:
@@ -188,40 +190,40 @@ def _meshes(plan: Plan) -> list[Mesh]:
 def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool = True) -> Schedule:
     """The schedule that a plan names, over its devices."""
     meshes, count = _meshes(plan), plan.microbatches if microbatches is None else microbatches
-    seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
-    held = tuple(tuple(sorted(mesh.devices)) for mesh in meshes)
+    pp_ranks = list(dict.fromkeys(mesh.devices for mesh in meshes))
+    holders = tuple(tuple(sorted(mesh.devices)) for mesh in meshes)
     if not training:
-        return forward_only(held, count)
+        return forward_only(holders, count)
     if plan.steps is not None:
-        made = fewer(Schedule.from_json(plan.steps), count)
+        schedule = fewer(Schedule.from_json(plan.steps), count)
     else:
-        made = spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
-    if made.holders != held:
+        schedule = spread(schedule_kind(plan.schedule or USUAL).make(len(pp_ranks), count), pp_ranks)
+    if schedule.holders != holders:
         raise PlanError(
-            f"the schedule {made.name} has segments on devices {_listed(made.holders)}, and the plan on "
-            f"{_listed(held)}; name another schedule, or cut the model as this one wants it"
+            f"the schedule {schedule.name} has segments on devices {_listed(schedule.holders)}, and the plan on "
+            f"{_listed(holders)}; name another schedule, or cut the model as this one wants it"
         )
-    return made
+    return schedule
 
 
-def _listed(seats: Sequence[Sequence[int]]) -> str:
-    return ", ".join("+".join(map(str, seat)) for seat in seats)
+def _listed(pp_ranks: Sequence[Sequence[int]]) -> str:
+    return ", ".join("+".join(map(str, pp_rank)) for pp_rank in pp_ranks)
 
 
-def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
-    """A pipeline with one more entry: ops of the same names are where they are in the first, and split as there."""
-    graph, line = facts.graph, Line(facts)
+def continue_pipeline(plan: Plan, analysis: Analysis) -> Plan:
+    """A pipeline with one more specialization: ops of the same names have the stage and split of the first."""
+    graph, line = analysis.graph, OpSequence(analysis)
     known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
     parts = parts_like(line, known, len(plan.segments))
     count = 1 if plan.local else microbatches_of(plan, graph)
-    drawn = {mesh: _again(plan, facts, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
+    drawn = {mesh: _again(plan, analysis, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
     segments = tuple(
-        Segment(
-            mesh=held.mesh,
-            choices={name: drawn[held.mesh].get(name, {}) for name in part},
-            recompute=_recomputed(line, part, [path for path in held.recompute if not faults_of(graph, path)]),
+        PlanStage(
+            mesh=stage.mesh,
+            choices={name: drawn[stage.mesh].get(name, {}) for name in part},
+            recompute=_recomputed(line, part, [path for path in stage.recompute if not faults_of(graph, path)]),
         )
-        for held, part in zip(plan.segments, parts, strict=True)
+        for stage, part in zip(plan.segments, parts, strict=True)
     )
     return replace(
         plan,
@@ -230,28 +232,28 @@ def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
     )
 
 
-def parts_like(line: Line, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+def parts_like(line: OpSequence, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
     """All ops by segment, those on the line where they are known to be, others with what they read."""
-    home: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     for op in line.ops:
         makers = [line.graph.producer.get(name) for name in op.inputs]
-        before = [home[maker.name] for maker in makers if maker is not None and maker.name in home]
-        home[op.name] = max([known.get(op.name, 0), *before])
-    return line.settled(home, count)
+        before = [stage_of[maker.name] for maker in makers if maker is not None and maker.name in stage_of]
+        stage_of[op.name] = max([known.get(op.name, 0), *before])
+    return line.settled(stage_of, count)
 
 
-def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
+def _again(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
     """What ops do on a mesh, by what those of the same names do on it."""
-    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
-        cut_in_time(draft, Axis(name=MB, size=microbatches))
+        split_in_time(builder, Axis(name=MB, size=microbatches))
     for segment in plan.segments:
-        for name, held in segment.choices.items() if segment.mesh == mesh else ():
-            op = facts.graph.by_name.get(name)
-            if op is None or facts.is_constant(op):
+        for name, choice in segment.choices.items() if segment.mesh == mesh else ():
+            op = analysis.graph.by_name.get(name)
+            if op is None or analysis.is_constant(op):
                 continue
             for axis in mesh.axes:
-                role = next((role for role in draft.roles(op) if role.name == held.get(axis.name)), None)
+                role = next((role for role in builder.roles(op) if role.name == choice.get(axis.name)), None)
                 if role is not None and role.fills(axis.size):
-                    draft.split(op, axis, role)
-    return draft.finish("").choices(facts.graph.entry)
+                    builder.split(op, axis, role)
+    return builder.finish("").choices(analysis.graph.entry)

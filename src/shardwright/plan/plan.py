@@ -2,7 +2,7 @@
 
 Ops are named by module path and kind. Where all layers of a list are split alike, the
 file says it once, with a star: "blocks.*.attn.qkv / linear". So does the list of modules
-that are run again in backward: "blocks.*" if all blocks are. A plan of several segments says
+that are recomputed in backward: "blocks.*" if all blocks are. A plan of several segments says
 for each which devices run it and which ops it has, by module where it has all of one.
 """
 
@@ -30,16 +30,16 @@ Choices = Mapping[str, Mapping[str, str]]
 
 
 def _frozen(choices: Choices) -> Choices:
-    return MappingProxyType({name: MappingProxyType(dict(held)) for name, held in choices.items()})
+    return MappingProxyType({name: MappingProxyType(dict(choice)) for name, choice in choices.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class PlanStage:
     """Ops that run on one mesh. `choices` names all of them, also those that are not split."""
 
     mesh: Mesh
     choices: Choices
-    recompute: tuple[str, ...] = ()  # modules whose insides are not kept, but run again in backward
+    recompute: tuple[str, ...] = ()  # activation checkpointing: modules that are recomputed in backward
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", _frozen(self.choices))
@@ -49,13 +49,13 @@ class Segment:
         known = {name.partition(" / ")[0] for name in self.choices}
         spelled_out = not any("*" in name for name in known)  # else the plan was read without its model
         folded = fold(self.recomputed()) if spelled_out else self.recomputed()
-        return [path for path, held in folded.items() if held]
+        return [path for path, is_entry in folded.items() if is_entry]
 
     def recomputed(self) -> dict[str, bool]:
         """For every module that an op's name is in, and every entry: whether it is an entry of `recompute`."""
-        wished = set(self.recompute)
+        entries = set(self.recompute)
         names = dict.fromkeys(re.sub(r"@\d+", "", name.partition(" / ")[0]) for name in self.choices)
-        return {path: path in wished for name in (*names, *self.recompute) for path in (*prefixes(name), name)}
+        return {path: path in entries for name in (*names, *self.recompute) for path in (*prefixes(name), name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +66,18 @@ class Plan:
     policy: str
     cluster: str
     fingerprints: Mapping[str, str]  # of the graph of each entry
-    entries: Mapping[str, tuple[Segment, ...]]
+    entries: Mapping[str, tuple[PlanStage, ...]]
     storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     microbatches: int = 1
     schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
-    steps: Mapping[str, Any] | None = None  # an own schedule in full, as `Schedule.to_json` says it
+    steps: Mapping[str, Any] | None = None  # a custom schedule in full, as `Schedule.to_json` says it
     local: bool = False  # each microbatch is a batch of its own (microbatch_semantics="local")
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
     as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[PlanStage, ...]:
         """Those of the first entry, which decides where parameters are held."""
         return next(iter(self.entries.values()))
 
@@ -98,8 +98,8 @@ class Plan:
 
     def choices(self, entry: str) -> Choices:
         """The ops that are split. A segment also lists those that are not, so that no star takes them in."""
-        held = {name: choice for segment in self.entries[entry] for name, choice in segment.choices.items()}
-        return MappingProxyType({name: choice for name, choice in held.items() if choice})
+        choices = {name: choice for segment in self.entries[entry] for name, choice in segment.choices.items()}
+        return MappingProxyType({name: choice for name, choice in choices.items() if choice})
 
     @property
     def name(self) -> str:
@@ -113,14 +113,16 @@ class Plan:
             return
         there = {*graph.by_name, *map(star, graph.by_name)}
         missing = [name for name in self.choices(graph.entry) if name not in there]
-        said = [f"the plan splits {name}, which the model does not have" for name in missing[:8]]
+        differences = [f"the plan splits {name}, which the model does not have" for name in missing[:8]]
         if not missing:
-            said = ["the ops have the same names, but they are connected otherwise, or a parameter has another shape"]
+            differences = [
+                "the ops have the same names, but they are connected otherwise, or a parameter has another shape"
+            ]
         raise_all(
             PlanError,
             f"this plan was made for another graph of {self.model} (fingerprint {known}, the model has "
             f"{graph.fingerprint}); make a new plan for the model as it is now:",
-            said,
+            differences,
         )
 
     def to_json(self) -> str:
@@ -139,7 +141,7 @@ class Plan:
             "microbatches": self.microbatches,
             **pipeline,
             "fingerprints": dict(sorted(self.fingerprints.items())),
-            "storage": {key: dict(held) for key, held in sorted(folded(self.storage).items())},
+            "storage": {key: dict(levels) for key, levels in sorted(folded(self.storage).items())},
             "entries": {
                 entry: [
                     {
@@ -155,10 +157,10 @@ class Plan:
             "predicted": dict(self.predicted),
         }
 
-    def _place(self, segments: tuple[Segment, ...], number: int) -> dict[str, Any]:
+    def _place(self, segments: tuple[PlanStage, ...], number: int) -> dict[str, Any]:
         """Where a segment of several runs, and which ops it has."""
         mesh, own = segments[number].mesh, segments[number].choices
-        others = [name for at, held in enumerate(segments) if at != number for name in held.choices]
+        others = [name for at, stage in enumerate(segments) if at != number for name in stage.choices]
         return {
             "mesh": {axis.name: axis.size for axis in mesh.axes},
             "devices": list(mesh.devices),
@@ -168,6 +170,6 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
         path = Path(path)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(self.to_json())
-        draft.replace(path)
+        builder = path.with_name(path.name + ".part")
+        builder.write_text(self.to_json())
+        builder.replace(path)

@@ -1,45 +1,45 @@
-"""The fixed policies. Each is a function of a draft and an axis; an expert's own looks the same.
+"""The built-in policies. Each is a function of a plan builder and an axis; a custom policy looks the same.
 
-def mine(draft: Draft, axis: Axis) -> None:
-    for op in draft.ops:
-        for role in draft.roles(op):
+def mine(builder: PlanBuilder, axis: Axis) -> None:
+    for op in builder.ops:
+        for role in builder.roles(op):
             if ...:
-                draft.split(op, axis, role)
+                builder.split(op, axis, role)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..cost import flops, is_product
+from ..cost import flops, is_matmul
 from ..errors import PlanError
 from ..ir import Graph
-from ..layout import Axis, share
+from ..layout import Axis, chunk_bounds
 from ..rules import Analysis, analyse
-from .draft import Draft
+from .builder import PlanBuilder
 from .plan import Plan
-from .rows import replicas
-from .strings import Request, outer_of
-from .subaxes import refine, share_further
+from .replica_axes import replicas
+from .strings import PolicyRequest, outer_of
+from .subaxes import refine, split_inner_axis
 
-Policy = Callable[[Draft, Axis], None]
+Policy = Callable[[PlanBuilder, Axis], None]
 
 
-def dp(draft: Draft, axis: Axis) -> None:
+def dp(builder: PlanBuilder, axis: Axis) -> None:
     """Data parallel: every op that has the batch in it is split on the batch."""
-    if draft.graph.batch is None or not draft.facts.batch:
-        if draft.lenient:  # a last batch of one row
+    if builder.graph.batch is None or not builder.analysis.batch:
+        if builder.lenient:  # a last batch of one sample
             return
-        raise PlanError(f"{axis.name}={axis.size} splits the batch, but {_no_batch(draft.graph)}")
-    for op in draft.ops:
-        role = draft.role_among(op, axis, draft.facts.batch)
+        raise PlanError(f"{axis.name}={axis.size} splits the batch, but {_no_batch(builder.graph)}")
+    for op in builder.ops:
+        role = builder.role_among(op, axis, builder.analysis.batch)
         if role is not None:
-            draft.split(op, axis, role)
+            builder.split(op, axis, role)
 
 
 def _no_batch(graph: Graph) -> str:
     """Why there is no batch to split, and what to do."""
-    shapes = ", ".join(f"{held.path} {list(graph.values[held.value].shape)}" for held in graph.inputs)
+    shapes = ", ".join(f"{item.path} {list(graph.values[item.value].shape)}" for item in graph.inputs)
     if graph.batch is not None or not shapes:
         return f"a batch of {graph.batch} can't be" if shapes else "the model has no tensors as inputs"
     return (
@@ -48,29 +48,31 @@ def _no_batch(graph: Graph) -> str:
     )
 
 
-def tp(draft: Draft, axis: Axis) -> None:
+def tp(builder: PlanBuilder, axis: Axis) -> None:
     """Tensor parallel: the atoms of parameters that split the most arithmetic for the least communication."""
-    taken: set[str] = set()
-    for atom in rank_atoms(draft, axis):
-        fresh = [(op, role) for op, role in draft.facts.by_atom[atom] if op.name not in taken]
-        if sum(flops(draft.signature(op)) for op, _ in fresh) < 0.3 * _work(draft, atom):
+    split: set[str] = set()
+    for atom in rank_atoms(builder, axis):
+        fresh = [(op, role) for op, role in builder.analysis.by_atom[atom] if op.name not in split]
+        if sum(flops(builder.signature(op)) for op, _ in fresh) < 0.3 * _work(builder, atom):
             continue  # what is left of this atom's ops is not worth its communication
         for op, role in fresh:
-            if draft.facts.is_constant(op):
+            if builder.analysis.is_constant(op):
                 continue
-            draft.split(op, axis, draft.role_among(op, axis, (atom,)) or role)
-            taken.add(op.name)
-    if not taken:
-        _refuse_too_large(draft, axis)
-        draft.note(
+            builder.split(op, axis, builder.role_among(op, axis, (atom,)) or role)
+            split.add(op.name)
+    if not split:
+        _refuse_too_large(builder, axis)
+        builder.note(
             f"{axis.name}={axis.size}: no parameter has a dim that {axis.size} devices can share; all run the same"
         )
 
 
-def _refuse_too_large(draft: Draft, axis: Axis) -> None:
-    facts = draft.facts
-    dims = [dim for parameter in draft.graph.parameters for dim in facts.dims[parameter.value]]
-    most = max((facts.atoms.size[atom] for dim in dims for atom in facts.atoms.splittable(dim)), default=axis.size)
+def _refuse_too_large(builder: PlanBuilder, axis: Axis) -> None:
+    analysis = builder.analysis
+    dims = [dim for parameter in builder.graph.parameters for dim in analysis.dims[parameter.value]]
+    most = max(
+        (analysis.atoms.size[atom] for dim in dims for atom in analysis.atoms.splittable(dim)), default=axis.size
+    )
     if most < axis.size:
         raise PlanError(
             f"{axis.name}={axis.size} is larger than every dim of a parameter that can be split, at most {most}; "
@@ -78,41 +80,41 @@ def _refuse_too_large(draft: Draft, axis: Axis) -> None:
         )
 
 
-def sp(draft: Draft, axis: Axis) -> None:
-    """Tensor parallel with everything between the products split along the sequence."""
-    tp(draft, axis)
-    sequence = sequence_atoms(draft, axis)
-    for op in draft.ops:
-        free = draft.chosen(op, axis) is None and any(draft.graph.values[name].gradient for name in op.outputs)
-        role = draft.role_among(op, axis, sequence) if free else None
+def sp(builder: PlanBuilder, axis: Axis) -> None:
+    """Tensor parallel with everything between the matmuls split along the sequence (sequence parallelism)."""
+    tp(builder, axis)
+    sequence = sequence_atoms(builder, axis)
+    for op in builder.ops:
+        free = builder.chosen(op, axis) is None and any(builder.graph.values[name].gradient for name in op.outputs)
+        role = builder.role_among(op, axis, sequence) if free else None
         if role is not None:
-            draft.split(op, axis, role)
+            builder.split(op, axis, role)
 
 
-def ep(draft: Draft, axis: Axis) -> None:
+def ep(builder: PlanBuilder, axis: Axis) -> None:
     """Expert parallel: data parallel, but layers of experts are split on their experts, and tokens travel."""
-    dp(draft, axis)
-    found = False
-    for op in draft.ops:
-        for role in draft.roles(op):
-            if draft.signature(op).beside(role.label) is not None:
-                draft.split(op, axis, role)
-                found = True
-    if not found:
-        draft.note(f"{axis.name}={axis.size}: no layer of experts can be split; data parallel instead")
+    dp(builder, axis)
+    has_experts = False
+    for op in builder.ops:
+        for role in builder.roles(op):
+            if builder.signature(op).beside(role.label) is not None:
+                builder.split(op, axis, role)
+                has_experts = True
+    if not has_experts:
+        builder.note(f"{axis.name}={axis.size}: no layer of experts can be split; data parallel instead")
 
 
 def zero(level: int) -> Policy:
-    def policy(draft: Draft, axis: Axis) -> None:
-        dp(draft, axis)
-        for parameter in draft.graph.parameters:
+    def policy(builder: PlanBuilder, axis: Axis) -> None:
+        dp(builder, axis)
+        for parameter in builder.graph.parameters:
             if parameter.trainable or level == 3:
-                draft.store(parameter.key, axis, level)
+                builder.store(parameter.key, axis, level)
 
     policy.__doc__ = {
-        1: "Data parallel with the optimizer's state split.",
-        2: "Data parallel with the optimizer's state and the gradients split.",
-        3: "Data parallel with parameters, gradients and the optimizer's state split.",
+        1: "Data parallel with the optimizer state sharded (ZeRO-1).",
+        2: "Data parallel with the optimizer state and the gradients sharded (ZeRO-2).",
+        3: "Data parallel with parameters, gradients and the optimizer state sharded (ZeRO-3).",
     }[level]
     return policy
 
@@ -122,36 +124,36 @@ POLICIES: dict[str, Policy] = {
 }  # fmt: skip
 
 
-def draw(
-    graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "", *, lenient: bool = False
+def build_plan(
+    graph: Graph, request: PolicyRequest, analysis: Analysis | None = None, cluster: str = "", *, lenient: bool = False
 ) -> Plan:
     """The plan that a plan string asks for.
 
     With `lenient` (a last batch), an axis that is too large is not used, and axes are refined as the request says.
     """
-    facts, notes = facts or analyse(graph), tuple[str, ...]()
+    analysis, notes = analysis or analyse(graph), tuple[str, ...]()
     if not lenient:
         _check_sizes(graph, request)
-        request, notes = refine(request, facts, tp)
-    draft = Draft(graph, request.mesh, facts, lenient=lenient)
-    draft.notes += notes
-    apply(draft, request)
-    return draft.finish(str(request), cluster)
+        request, notes = refine(request, analysis, tp)
+    builder = PlanBuilder(graph, request.mesh, analysis, lenient=lenient)
+    builder.notes += notes
+    apply(builder, request)
+    return builder.finish(str(request), cluster)
 
 
-def apply(draft: Draft, request: Request, size: int = 0) -> None:
-    """Write what a request asks for on a draft, of the whole or of a stage of `size` devices."""
+def apply(builder: PlanBuilder, request: PolicyRequest, size: int = 0) -> None:
+    """Apply a request to a plan builder, for the whole model or a stage of `size` devices."""
     for name, axis in request.parts_of(size):
-        outer = outer_of(axis.name, draft.mesh)
+        outer = outer_of(axis.name, builder.mesh)
         if outer is None:
-            POLICIES[name](draft, axis)
+            POLICIES[name](builder, axis)
         else:
-            share_further(draft, axis, outer)
+            split_inner_axis(builder, axis, outer)
     if request.recompute:
-        draft.recompute_layers()
+        builder.recompute_layers()
 
 
-def _check_sizes(graph: Graph, request: Request) -> None:
+def _check_sizes(graph: Graph, request: PolicyRequest) -> None:
     groups = replicas(request.mesh)
     if groups > 1 and graph.batch is not None and graph.batch % groups:
         raise PlanError(
@@ -161,45 +163,45 @@ def _check_sizes(graph: Graph, request: Request) -> None:
         )
 
 
-def _work(draft: Draft, atom: int) -> float:
-    return sum(flops(draft.signature(op)) for op, _ in draft.facts.by_atom[atom])
+def _work(builder: PlanBuilder, atom: int) -> float:
+    return sum(flops(builder.signature(op)) for op, _ in builder.analysis.by_atom[atom])
 
 
-def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
+def rank_atoms(builder: PlanBuilder, axis: Axis) -> list[int]:
     """Atoms of trainable or frozen weights that the axis can share, best arithmetic per byte moved first."""
-    facts, values = draft.facts, draft.graph.values
+    analysis, values = builder.analysis, builder.graph.values
     owned: dict[int, int] = {}
-    for parameter in draft.graph.parameters:
-        for dim in facts.dims[parameter.value]:
-            for atom in facts.atoms.splittable(dim):
+    for parameter in builder.graph.parameters:
+        for dim in analysis.dims[parameter.value]:
+            for atom in analysis.atoms.splittable(dim):
                 owned[atom] = owned.get(atom, 0) + values[parameter.value].elements
-    everything = sum(values[parameter.value].elements for parameter in draft.graph.parameters)
+    everything = sum(values[parameter.value].elements for parameter in builder.graph.parameters)
     multiplied = {
-        atom for atom in owned if any(is_product(draft.signature(op)) for op, _ in facts.by_atom.get(atom, ()))
+        atom for atom in owned if any(is_matmul(builder.signature(op)) for op, _ in analysis.by_atom.get(atom, ()))
     }
-    worth = {atom for atom, held in owned.items() if atom in multiplied or held > 0.1 * everything}
-    found: list[tuple[float, int, int]] = []
-    for order, atom in enumerate(sorted(worth & set(facts.by_atom))):
-        size = facts.atoms.size[atom]
-        if share(size, axis.size, axis.size - 1)[1] == 0 or atom in facts.batch:
+    worth = {atom for atom, elements in owned.items() if atom in multiplied or elements > 0.1 * everything}
+    ranked: list[tuple[float, int, int]] = []
+    for order, atom in enumerate(sorted(worth & set(analysis.by_atom))):
+        size = analysis.atoms.size[atom]
+        if chunk_bounds(size, axis.size, axis.size - 1)[1] == 0 or atom in analysis.batch:
             continue  # the last device would have nothing, which not every kernel can do
-        if any(draft.signature(op).beside(role.label) is not None for op, role in facts.by_atom[atom]):
+        if any(builder.signature(op).beside(role.label) is not None for op, role in analysis.by_atom[atom]):
             continue  # experts are split together with the batch, which is for ep to say
         uneven = 0.5 if size % axis.size else 1.0
-        gain = uneven * _work(draft, atom) / (bytes_moved(draft, axis, atom) + 1.0)
-        found.append((-gain, order, atom))
-    return [atom for _, _, atom in sorted(found)]
+        gain = uneven * _work(builder, atom) / (bytes_moved(builder, axis, atom) + 1.0)
+        ranked.append((-gain, order, atom))
+    return [atom for _, _, atom in sorted(ranked)]
 
 
-def bytes_moved(draft: Draft, axis: Axis, atom: int) -> float:
+def bytes_moved(builder: PlanBuilder, axis: Axis, atom: int) -> float:
     """What is reduced or gathered if every op that can takes an atom on an axis, each value once."""
-    graph, values = draft.graph, draft.graph.values
-    split = {op.name for op, _ in draft.facts.by_atom[atom]}
+    graph, values = builder.graph, builder.graph.values
+    split = {op.name for op, _ in builder.analysis.by_atom[atom]}
     moved: dict[str, float] = {}
-    for op, role in draft.facts.by_atom[atom]:
-        inputs, outputs = draft.signature(op).layouts({axis.name: role.name}, draft.mesh)
+    for op, role in builder.analysis.by_atom[atom]:
+        inputs, outputs = builder.signature(op).layouts({axis.name: role.name}, builder.mesh)
         for name, layout in zip(op.outputs, outputs, strict=True):
-            if layout.cut_of(axis.name) is None and layout.rest:
+            if layout.shard_of(axis.name) is None and layout.rest:
                 moved[name] = 2.0 * values[name].bytes
             elif any(user.name not in split for user, _ in graph.users[name]):
                 moved[name] = 1.0 * values[name].bytes
@@ -209,22 +211,24 @@ def bytes_moved(draft: Draft, axis: Axis, atom: int) -> float:
                 continue
             if layout.rest and values[name].gradient:
                 moved[name] = 2.0 * values[name].bytes
-            elif layout.cut_of(axis.name) and producer is not None and producer.name not in split:
-                moved[name] = 0.0 if name in draft.facts.constants else 1.0 * values[name].bytes
+            elif layout.shard_of(axis.name) and producer is not None and producer.name not in split:
+                moved[name] = 0.0 if name in builder.analysis.constants else 1.0 * values[name].bytes
     return sum(moved.values())
 
 
-def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
+def sequence_atoms(builder: PlanBuilder, axis: Axis) -> set[int]:
     """Atoms of the middle dim of [batch, sequence, features] activations."""
-    facts, values = draft.facts, draft.graph.values
-    found: set[int] = set()
-    for op in draft.ops:
-        if draft.chosen(op, axis) is None:
+    analysis, values = builder.analysis, builder.graph.values
+    atoms: set[int] = set()
+    for op in builder.ops:
+        if builder.chosen(op, axis) is None:
             for name in op.outputs:
                 if (
                     len(values[name].shape) == 3
                     and values[name].gradient
-                    and values[name].shape[0] == draft.graph.batch
+                    and values[name].shape[0] == builder.graph.batch
                 ):
-                    found.update(facts.atoms.splittable(facts.dims[name][1]))
-    return {atom for atom in found - facts.batch if share(facts.atoms.size[atom], axis.size, axis.size - 1)[1]}
+                    atoms.update(analysis.atoms.splittable(analysis.dims[name][1]))
+    return {
+        atom for atom in atoms - analysis.batch if chunk_bounds(analysis.atoms.size[atom], axis.size, axis.size - 1)[1]
+    }

@@ -1,7 +1,7 @@
 """What a plan costs: the time of a step and the memory of a device, and where they come from.
 
 A plan is priced with the tables that the search uses, all its choices fixed; so a plan that a person or a policy
-made and one that the search found are measured with one stick. Memory is that of a walk through the step (`cost.peak`).
+made and one that the search found are compared on equal terms. Memory is simulated (`simulate_memory`).
 """
 
 from __future__ import annotations
@@ -13,60 +13,60 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cluster import Cluster
-from ..conversion import SENDS, Step, find_steps
-from ..cost import Memory, Training
-from ..cost.moves import Moves
+from ..cost import MemoryPeak, TrainingSetup
+from ..cost.algorithm_collectives import algorithm_collectives
+from ..cost.reshard_prices import ReshardPrices
 from ..cost.resources import Resource, phases, seconds
-from ..cost.sends import algorithm_sends
 from ..errors import PlanError
 from ..ir import Graph
+from ..reshard import COLLECTIVES, Reshard, find_reshards
 from ..rules import Analysis
 from .digest import AxisUse, axis_uses, fold_parts, stored_bytes
-from .homes import Storing
-from .kinds import Kinds
+from .op_kinds import OpKinds
 from .plan import Plan
+from .problem_structure import EdgeEnd, EdgeTable, FactorEntry, OpTable, ProblemStructure, Table, UseTable
 from .search import solve
-from .skeleton import EdgeTable, End, Entry, OpTable, Skeleton, Table, UseTable
-from .spaces import Spaces
+from .spaces import ChoiceSpaces
+from .storage_options import StoragePricing
 from .tables import Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """Collectives of one kind over the same axes. `beside`: kernels run meanwhile, and hide it as far as they last."""
+class PricedCollective:
+    """Collectives of one kind over the same axes. `overlapped`: they run while kernels do, which hide them in part."""
 
     when: str  # "forward", "backward", "update"
     collective: str
     axes: tuple[str, ...]
     count: int
     seconds: float
-    beside: bool
+    overlapped: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """An op, or a conversion of what one op makes for another, and the seconds of a step that it takes."""
+class PricedPart:
+    """An op, or the reshard of a value between two ops, and the seconds of a step that it takes."""
 
     name: str
     seconds: float
-    kept: float  # bytes
-    sends: str = ""  # of a conversion: "all_gather over tp forward, ..."
+    saved: float  # bytes saved for backward
+    sends: str = ""  # of a reshard: "all_gather over tp forward, ..."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class PlanPrice:
     """A step of a plan on a cluster."""
 
     made_for: Mapping[str, Any]  # the cluster, the batch, the training
     used: np.ndarray
     overlap: float
-    training: Training
-    sent: tuple[Sent, ...]
-    ops: tuple[Part, ...]  # the dearest first
-    edges: tuple[Part, ...]
+    training: TrainingSetup
+    sent: tuple[PricedCollective, ...]
+    ops: tuple[PricedPart, ...]  # the most expensive first
+    edges: tuple[PricedPart, ...]
     axes: tuple[AxisUse, ...]
-    stored: Mapping[str, float]  # bytes of whole parameters, by how they are stored
-    memory: Memory
+    stored: Mapping[str, float]  # bytes of full parameters, by how they are stored
+    memory: MemoryPeak
     limit: float
 
     @property
@@ -80,12 +80,12 @@ class Price:
 
     @property
     def waited(self) -> float:
-        """Communication that the next op waits for."""
+        """Blocking communication: the next op waits for it."""
         both = self.used[Resource.SEND_FORWARD] + self.used[Resource.SEND_BACKWARD]
         return float(both) * self.training.accumulate
 
     @property
-    def beside(self) -> float:
+    def overlapped(self) -> float:
         both = self.used[Resource.BESIDE_FORWARD] + self.used[Resource.BESIDE_BACKWARD]
         return float(both) * self.training.accumulate
 
@@ -95,25 +95,25 @@ class Price:
 
     @property
     def exposed(self) -> float:
-        """What is left to see of the communication beside kernels."""
+        """Exposed communication: the overlapped part that kernels do not hide."""
         shown = self.seconds - self.compute - self.waited - self.update
         return shown if shown > 1e-9 * self.seconds else 0.0  # else a rounding error
 
     def hidden(self, when: str) -> float:
-        """The part of the communication beside kernels that they hide, in forward or backward."""
-        kernels, beside = (float(self.used[Resource[f"{kind}_{when.upper()}"]]) for kind in ("COMPUTE", "BESIDE"))
-        return self.overlap * min(kernels, beside) / beside if beside else 0.0
+        """The fraction of the overlapped communication that kernels hide, in forward or backward."""
+        kernels, overlapped = (float(self.used[Resource[f"{kind}_{when.upper()}"]]) for kind in ("COMPUTE", "BESIDE"))
+        return self.overlap * min(kernels, overlapped) / overlapped if overlapped else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For a plan file."""
-        held = self.memory
+        memory = self.memory
         kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
         return {
             "for": dict(self.made_for),
             "seconds": _short(self.seconds),
             "compute": _short(self.compute),
             "waited": _short(self.waited),
-            "beside": _short(self.beside),
+            "beside": _short(self.overlapped),
             "exposed": _short(self.exposed),
             "update": _short(self.update),
             "axes": [use.as_json() for use in self.axes],
@@ -125,69 +125,72 @@ class Price:
                     "axes": list(sent.axes),
                     "count": sent.count,
                     "seconds": _short(sent.seconds),
-                    "hidden": _short(sent.seconds * self.hidden(sent.when) if sent.beside else 0.0),
-                    "beside": sent.beside,
+                    "hidden": _short(sent.seconds * self.hidden(sent.when) if sent.overlapped else 0.0),
+                    "beside": sent.overlapped,
                 }
                 for sent in self.sent
             ],
             "ops": fold_parts(self.ops),
             "edges": fold_parts(self.edges),
-            "memory": {"peak": int(held.peak), **{kind: int(getattr(held, kind)) for kind in kinds}},
-            "at": {"phase": held.at[1], "op": held.at[0]},
+            "memory": {"peak": int(memory.peak), **{kind: int(getattr(memory, kind)) for kind in kinds}},
+            "at": {"phase": memory.at[1], "op": memory.at[0]},
             "limit": int(self.limit),
         }
 
 
 def price(
-    facts: Analysis,
+    analysis: Analysis,
     cluster: Cluster,
-    training: Training,
+    training: TrainingSetup,
     plan: Plan,
     *,
     rows: tuple[str, ...] = (),
     limit: float | None = None,
-    memory: Memory | None = None,
-) -> Price:
+    memory: MemoryPeak | None = None,
+) -> PlanPrice:
     """What a step of a plan's entry for this graph costs.
 
-    limit     bytes that a device may use, if less than it has
-    memory    what a walk through the step has said, if there was one
+    limit     the memory limit of a device in bytes, if less than it has
+    memory    the result of a memory simulation, if there was one
     """
-    entry = facts.graph.entry
+    entry = analysis.graph.entry
     if entry not in plan.entries:
         raise PlanError(f"the plan has no entry {entry!r}; it has {', '.join(plan.entries)}")
     choices = plan.choices(entry)
     recompute = plan.entries[entry][0].recompute
-    said: dict[str, object] = {**choices, **plan.storage}
-    kinds = Kinds(facts, training, said)
-    skeleton = Skeleton(kinds, {path: (frozenset([path]),) for path in recompute})
-    spaces = Spaces(kinds, Moves(plan.mesh, cluster), fixed=choices)
-    tables = Tables(skeleton, spaces, Storing(spaces, fixed=plan.storage), rows)
+    decisions: dict[str, object] = {**choices, **plan.storage}
+    kinds = OpKinds(analysis, training, decisions)
+    skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
+    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), fixed=choices)
+    tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
     solution = solve(tables.problem())
     if solution.states is None:
-        raise PlanError("the plan can't be priced: a parameter is used in layouts that no home serves")
-    ops, conversions = _ops(tables, solution.states), tuple(_conversions(tables, solution.states))
-    return Price(
+        raise PlanError("the plan can't be priced: a parameter is used in layouts that no storage serves")
+    ops, reshards = _ops(tables, solution.states), tuple(_reshards(tables, solution.states))
+    return PlanPrice(
         made_for={
             "cluster": str(cluster),
-            "batch": facts.graph.batch,
+            "batch": analysis.graph.batch,
             "optimizer": training.optimizer,
             "compute": training.compute,
             "reduce": training.reduce,
             "masters": training.masters,
-            "precision": training.said,
+            "precision": training.precision_name,
             "accumulate": training.accumulate,
             "rows": list(rows),
-            "outputs": _outputs(facts.graph),
+            "outputs": _outputs(analysis.graph),
         },
         used=np.asarray(solution.resources),
         overlap=cluster.overlap,
         training=training,
-        sent=_sent(tables, solution.states, conversions),
+        sent=_sent(tables, solution.states, reshards),
         ops=ops,
-        edges=_dearest(Part(name=held.name, seconds=held.seconds, kept=0.0, sends=held.said()) for held in conversions),
-        axes=axis_uses(facts, plan.mesh, cluster, choices),
-        stored=stored_bytes(facts.graph, plan.storage),
+        edges=_most_expensive_first(
+            PricedPart(name=reshard.name, seconds=reshard.seconds, saved=0.0, sends=reshard.describe())
+            for reshard in reshards
+        ),
+        axes=axis_uses(analysis, plan.mesh, cluster, choices),
+        stored=stored_bytes(analysis.graph, plan.storage),
         memory=memory or tables.peak(choices, plan.storage, recompute),
         limit=training.room(cluster.memory) if limit is None else limit,
     )
@@ -199,37 +202,37 @@ def _outputs(graph: Graph) -> str:
     return "all" if large else "scalars"
 
 
-def _dearest(parts: Iterator[Part]) -> tuple[Part, ...]:
+def _most_expensive_first(parts: Iterator[PricedPart]) -> tuple[PricedPart, ...]:
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 
-def _ops(tables: Tables, states: tuple[int, ...]) -> tuple[Part, ...]:
+def _ops(tables: Tables, states: tuple[int, ...]) -> tuple[PricedPart, ...]:
     times = tables.training.accumulate
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[PricedPart]:
         for table, entry, used in _entries(tables, states):
             if isinstance(table, OpTable):
                 seconds = times * float(used[: Resource.UPDATE].sum())
-                yield Part(name=entry.name, seconds=seconds, kept=float(used[Resource.KEPT]))
+                yield PricedPart(name=entry.name, seconds=seconds, saved=float(used[Resource.KEPT]))
 
-    return _dearest(parts())
+    return _most_expensive_first(parts())
 
 
-def _entries(tables: Tables, states: tuple[int, ...]) -> Iterator[tuple[Table, Entry, np.ndarray]]:
+def _entries(tables: Tables, states: tuple[int, ...]) -> Iterator[tuple[Table, FactorEntry, np.ndarray]]:
     """Every factor: its table, what it is the price of, and what it uses."""
     kinds = list(tables.skeleton.tables)
     for factor, entry in zip(tables.factors, tables.skeleton.entries, strict=True):
         yield kinds[entry.table], entry, factor.table[tuple(states[at] for at in factor.variables)]
 
 
-class Conversion(NamedTuple):
-    """What stands between a value's producer and a reader: its steps, and the seconds of each direction."""
+class PricedReshard(NamedTuple):
+    """The reshard between a value's producer and a reader: its steps, and the seconds of each direction."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[Reshard, ...]
     forward: float
     backward: float
-    again: float  # forward, run again in backward
+    again: float  # forward, recomputed in backward
 
     @property
     def seconds(self) -> float:
@@ -239,21 +242,24 @@ class Conversion(NamedTuple):
         """(when, collective, axes, seconds): the price of a direction is shared among its steps."""
         directions = (("forward", 0, self.forward), ("backward", 1, self.backward), ("backward", 0, self.again))
         for when, back, time in directions:
-            sending = [(kind, step.axes) for step in self.steps if (kind := SENDS[step.kind][back]) is not None]
+            sending = [(kind, step.axes) for step in self.steps if (kind := COLLECTIVES[step.kind][back]) is not None]
             for kind, axes in sending if time else ():
                 yield when, kind, axes, time / len(sending)
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """The collectives forward / backward, such as "all_gather tp / reduce_scatter tp"."""
-        found: dict[str, dict[str, dict[str, None]]] = {"forward": {}, "backward": {}}
+        axes_of: dict[str, dict[str, dict[str, None]]] = {"forward": {}, "backward": {}}
         for when, kind, axes, _ in self.sends():
-            found[when].setdefault(kind, {}).update(dict.fromkeys(axes))
-        both = ("; ".join(f"{kind} {', '.join(axes)}" for kind, axes in held.items()) for held in found.values())
-        return " / ".join(said or "-" for said in both)
+            axes_of[when].setdefault(kind, {}).update(dict.fromkeys(axes))
+        both = (
+            "; ".join(f"{kind} {', '.join(axes)}" for kind, axes in collectives.items())
+            for collectives in axes_of.values()
+        )
+        return " / ".join(text or "-" for text in both)
 
 
-def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[Conversion]:
-    """All conversions of a step that send something."""
+def _reshards(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedReshard]:
+    """All reshards of a step that send something."""
     graph, sizes, times = tables.graph, tables.mesh.sizes, tables.training.accumulate
     for (table, entry, used), factor in zip(_entries(tables, states), tables.factors, strict=True):
         if not isinstance(table, EdgeTable | UseTable):
@@ -262,16 +268,19 @@ def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[Conversion
         if not forward and not backward:
             continue
         if isinstance(table, UseTable):
-            starts, goals = tables.homes[table.home].layouts, tables.layouts(End("in", table.kind, table.index))
+            starts, goals = (
+                tables.storage_options[table.parameter].layouts,
+                tables.layouts(EdgeEnd("in", table.kind, table.index)),
+            )
         else:
             starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
         source = starts[states[factor.variables[0]]]
         goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
         value = graph.values[entry.name]
-        _, steps, _ = find_steps([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
+        _, steps, _ = find_reshards([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
         ways = table.ways if isinstance(table, EdgeTable) else ()
         again = forward if ways and ways[states[factor.variables[-1]]] == "again" else 0.0
-        yield Conversion(
+        yield PricedReshard(
             name=f"{_maker(tables, entry.name)} -> {entry.reader or 'its readers'}",
             steps=tuple(steps),
             forward=times * forward,
@@ -282,20 +291,26 @@ def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[Conversion
 
 def _maker(tables: Tables, value: str) -> str:
     """The op that makes a value, or the key of a parameter."""
-    made, parameter = tables.graph.producer.get(value), tables.graph.parameter_of(value)
-    return made.name if made is not None else parameter.key if parameter is not None else value
+    producer, parameter = tables.graph.producer.get(value), tables.graph.parameter_of(value)
+    return producer.name if producer is not None else parameter.key if parameter is not None else value
 
 
-def _sent(tables: Tables, states: tuple[int, ...], conversions: tuple[Conversion, ...]) -> tuple[Sent, ...]:
+def _sent(tables: Tables, states: tuple[int, ...], reshards: tuple[PricedReshard, ...]) -> tuple[PricedCollective, ...]:
     """All collectives of a step, added up by kind and axes."""
     sums: dict[tuple[str, str, tuple[str, ...], bool], list[float]] = {}
-    of_values = ((*sent, False) for held in conversions for sent in held.sends())
-    for when, collective, axes, time, beside in (*of_values, *_of_ops(tables, states), *_of_parameters(tables, states)):
-        sums.setdefault((when, collective, axes, beside), []).append(time)
+    of_values = ((*sent, False) for reshard in reshards for sent in reshard.sends())
+    for when, collective, axes, time, overlapped in (
+        *of_values,
+        *_of_ops(tables, states),
+        *_of_parameters(tables, states),
+    ):
+        sums.setdefault((when, collective, axes, overlapped), []).append(time)
     order = ("forward", "backward", "update")
     return tuple(
-        Sent(when=when, collective=collective, axes=axes, count=len(held), seconds=sum(held), beside=beside)
-        for (when, collective, axes, beside), held in sorted(
+        PricedCollective(
+            when=when, collective=collective, axes=axes, count=len(times), seconds=sum(times), overlapped=overlapped
+        )
+        for (when, collective, axes, overlapped), times in sorted(
             sums.items(), key=lambda item: (order.index(item[0][0]), item[0])
         )
     )
@@ -305,14 +320,14 @@ Sending = tuple[str, str, tuple[str, ...], float, bool]
 
 
 def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
-    """What ops send themselves; those that backward runs again send it again."""
+    """What ops send themselves; ops that are recomputed send it again in backward."""
     choices, skeleton = tables.choices(states), tables.skeleton
     for (table, entry, _), factor in zip(_entries(tables, states), tables.factors, strict=True):
         if not isinstance(table, OpTable):
             continue
         again = table.region[states[factor.variables[-1]]] >= 0 if table.region else table.again
-        signature = skeleton.facts.signatures[entry.name]
-        for sent in algorithm_sends(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
+        signature = skeleton.analysis.signatures[entry.name]
+        for sent in algorithm_collectives(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
             time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
                 yield sent.when, sent.collective, sent.axes, time, False
@@ -323,13 +338,13 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
 def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
     whens = {Resource.BESIDE_FORWARD: "forward", Resource.BESIDE_BACKWARD: "backward", Resource.UPDATE: "update"}
     for parameter in tables.graph.parameters:
-        if parameter.key not in tables.skeleton.homes:
+        if parameter.key not in tables.skeleton.storage_options:
             continue
-        layout, held = tables.home(parameter.key, states)
-        for sent in tables.storing.sends(parameter, layout, held, tables.skeleton.units[parameter.key]):
-            beside = sent.resource != Resource.UPDATE
-            times = tables.training.accumulate if beside else 1
-            yield whens[sent.resource], sent.collective, sent.axes, times * sent.seconds, beside
+        layout, storage = tables.home(parameter.key, states)
+        for sent in tables.storing.sends(parameter, layout, storage, tables.skeleton.units[parameter.key]):
+            overlapped = sent.resource != Resource.UPDATE
+            times = tables.training.accumulate if overlapped else 1
+            yield whens[sent.resource], sent.collective, sent.axes, times * sent.seconds, overlapped
 
 
 def _short(value: float) -> float:

@@ -1,6 +1,6 @@
-"""Recomputation: which modules autograd forgets the insides of, and runs again in backward.
+"""Activation checkpointing: which modules save only their inputs for backward, and are recomputed there.
 
-    "model.layers.3"        a whole layer: only what enters it is kept
+    "model.layers.3"        a whole layer: only its inputs are saved
     "model.layers.3.mlp"    a part of one
 
 An entry is a module path, and a region is one call of that module: all ops at or under the path. What may not be an
@@ -35,15 +35,15 @@ def regions_of(graph: Graph, paths: Sequence[str]) -> dict[str, str]:
     faults = [f"it recomputes {path!r} twice" for path, count in Counter(paths).items() if count > 1]
     for path in dict.fromkeys(paths):
         faults += [f"it recomputes {path!r}, {why}" for why in faults_of(graph, path)]
-        outer = next((held for held in paths if held != path and is_inside(path, held)), None)
+        outer = next((other for other in paths if other != path and is_inside(path, other)), None)
         if outer is not None:
             faults.append(f"it recomputes {path!r}, which is in {outer!r}, and that is recomputed already; name one")
     raise_all(PlanError, "the plan does not fit the model:", faults)
-    found = {op.name: op.region for op in graph.ops if op.region is not None}
+    regions = {op.name: op.region for op in graph.ops if op.region is not None}
     for path in paths:
         for number, ops in enumerate(_calls(graph.under[path])):
-            found |= dict.fromkeys((op.name for op in ops), f"{REGION}{path}{f'@{number}' if number else ''}")
-    return found
+            regions |= dict.fromkeys((op.name for op in ops), f"{REGION}{path}{f'@{number}' if number else ''}")
+    return regions
 
 
 def faults_of(graph: Graph, path: str) -> list[str]:
@@ -75,8 +75,8 @@ def _calls(ops: Sequence[Op]) -> list[Sequence[Op]]:
     count = sum(_CALL.sub("", op.name) == first for op in ops)
     size, rest = divmod(len(ops), count)
     calls = [ops[at : at + size] for at in range(0, len(ops), size)]
-    said = [[(op.module_path, op.target) for op in call] for call in calls]
-    return calls if not rest and all(one == said[0] for one in said) else [ops]
+    signatures = [[(op.module_path, op.target) for op in call] for call in calls]
+    return calls if not rest and all(signature == signatures[0] for signature in signatures) else [ops]
 
 
 def layers_of(graph: Graph) -> tuple[str, ...]:
@@ -90,16 +90,18 @@ def layers_of(graph: Graph) -> tuple[str, ...]:
         for path in prefixes(op.module_path):
             if path.rsplit(".", 1)[-1].isdigit():
                 ops.setdefault(path, Counter())[op.module_path[len(path) :], op.target] += 1
-    large = {path: held for path, held in ops.items() if len({where for where, _ in held}) > 1 or held.total() > 4}
+    large = {
+        path: counts for path, counts in ops.items() if len({where for where, _ in counts}) > 1 or counts.total() > 4
+    }
     lists: dict[str, list[str]] = {}
     for path in large:
         lists.setdefault(path.rpartition(".")[0], []).append(path)
-    found = [
+    layers = [
         path
-        for path, held in large.items()
-        if any(_alike(held, large[other]) for other in lists[path.rpartition(".")[0]] if other != path)
+        for path, counts in large.items()
+        if any(_alike(counts, large[other]) for other in lists[path.rpartition(".")[0]] if other != path)
     ]
-    return tuple(path for path in found if not any(path != outer and is_inside(path, outer) for outer in found))
+    return tuple(path for path in layers if not any(path != outer and is_inside(path, outer) for outer in layers))
 
 
 def _alike(a: Counter[tuple[str, str]], b: Counter[tuple[str, str]]) -> bool:

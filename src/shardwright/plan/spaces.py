@@ -1,12 +1,12 @@
 """The ways in which each kind of op can be split on a mesh, and what each of them uses.
 
-A space lists, for every axis, the op's roles, running whole, and where it can pay
+A space lists, for every axis, the op's roles, running replicated, and where it can pay
 
-    FAN        an op of parameters only hands its gradients back in parts
-    ROWS       a reduction lets a partial sum through
+    FAN        an op of parameters only returns its gradients as pending sums
+    ROWS       a linear op lets a pending sum through
 
-Lossy pruning, said in the plan: on a mesh with several free axes an op is split on the batch, on the sequence (any
-label without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic in its layer.
+Lossy pruning, listed in the plan's notes: on a mesh with several free axes an op is split on the batch, on the sequence
+(any label without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic in its layer.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from itertools import product
 
 import numpy as np
 
-from ..cost import call_of
-from ..cost.keeps import kept_bytes
-from ..cost.moves import Moves
+from ..cost import local_call
+from ..cost.algorithm_collectives import AlgorithmCollective, algorithm_collectives
+from ..cost.reshard_prices import ReshardPrices
 from ..cost.resources import COUNT, Resource
-from ..cost.sends import Send, algorithm_sends
+from ..cost.saved_for_backward import saved_bytes
 from ..cost.time import op_time
 from ..errors import PlanError
 from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
 from ..rules import FAN, ROWS, Role, Signature
-from .constraints import Demand
-from .kinds import Kinds
+from .constraints import ChoiceDemand
+from .op_kinds import OpKinds
 
 MOST = 2
 """On a mesh of several axes: labels of parameters that an op may be split on."""
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class ChoiceSpace:
     """The states of one kind of op: choices, the layouts that they ask for, what they use."""
 
     choices: tuple[Mapping[str, str], ...]
@@ -50,64 +50,65 @@ class Space:
     def size(self) -> int:
         return len(self.choices)
 
-    def only(self, choices: Sequence[Mapping[str, str]]) -> Space:
+    def only(self, choices: Sequence[Mapping[str, str]]) -> ChoiceSpace:
         """With these of its choices, in this order."""
         if list(self.choices) == list(choices):
             return self
         at = [self.choices.index(choice) for choice in choices]
         inputs, outputs = (
-            tuple(tuple(layouts[state] for state in at) for layouts in held) for held in (self.inputs, self.outputs)
+            tuple(tuple(layouts[state] for state in at) for layouts in tensors)
+            for tensors in (self.inputs, self.outputs)
         )
-        return Space(choices=tuple(choices), inputs=inputs, outputs=outputs, used=self.used[at])
+        return ChoiceSpace(choices=tuple(choices), inputs=inputs, outputs=outputs, used=self.used[at])
 
 
-Measured = tuple[Space, tuple[tuple[Send, ...], ...]]
+Measured = tuple[ChoiceSpace, tuple[tuple[AlgorithmCollective, ...], ...]]
 """A space without what ops send by themselves, and that, in each state."""
 
 
-class Spaces:
+class ChoiceSpaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
 
     def __init__(
         self,
-        kinds: Kinds,
-        moves: Moves,
+        kinds: OpKinds,
+        moves: ReshardPrices,
         *,
         data: Iterable[str] = (),
         fixed: Mapping[str, Mapping[str, str]] | None = None,
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         free: Collection[str] = (),
-        demands: Mapping[str, Sequence[Demand]] | None = None,
+        demands: Mapping[str, Sequence[ChoiceDemand]] | None = None,
         twins: Iterable[Iterable[int]] = (),
-        like: Spaces | None = None,
+        like: ChoiceSpaces | None = None,
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
         `free`: ops that may do all they can, without pruning, beside what is fixed.
 
-        `allowed`: for some ops on some axes the choices that are looked at, if there are such ("" is whole).
+        `allowed`: for some ops on some axes the choices that are tried, if there are such ("" is not split).
         `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
         to be known to `kinds` too. `twins`: kinds that have the choices that all of them have, in the same order.
         `like`: spaces that differ in nothing but where in the cluster the mesh lies.
         """
-        self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
+        self.kinds, self.analysis, self.moves, self.mesh = kinds, kinds.analysis, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
         self.free = frozenset(free)
         self.demands = demands or {}
-        self.twins = {kind: held for held in map(tuple, twins) for kind in held}
-        self._known: dict[int, Space] = {}
+        self.twins = {kind: group for group in map(tuple, twins) for kind in group}
+        self._known: dict[int, ChoiceSpace] = {}
         self._measured: dict[str, Measured] = like._measured if like is not None else {}
 
-    def of(self, kind: int) -> Space:
+    def of(self, kind: int) -> ChoiceSpace:
         if kind not in self._known:
-            made = {held: self._make(self.kinds.first[held]) for held in self.twins.get(kind, (kind,))}
+            spaces = {twin: self._make(self.kinds.first[twin]) for twin in self.twins.get(kind, (kind,))}
             shared = [
                 choice
-                for choice in next(iter(made.values())).choices
-                if all(choice in space.choices for space in made.values())
+                for choice in next(iter(spaces.values())).choices
+                if all(choice in space.choices for space in spaces.values())
             ]
-            self._known |= {held: space.only(shared) for held, space in made.items()}
+            self._known |= {twin: space.only(shared) for twin, space in spaces.items()}
         return self._known[kind]
 
     def _roles(self, signature: Signature) -> tuple[Role, ...]:
@@ -115,21 +116,21 @@ class Spaces:
         roles = signature.roles
         if self.fixed is not None or sum(axis.name not in self.data for axis in self.mesh.axes) < 2:
             return roles
-        owned, work = self.facts.owned, self.kinds.work.get(layer_of(signature.op.module_path), {})
+        owned, work = self.analysis.owned, self.kinds.work.get(layer_of(signature.op.module_path), {})
         ranked = sorted((role for role in roles if role.atom in owned), key=lambda role: -work.get(role.atom, 0.0))
-        asked = {pick for demand in self.demands.get(signature.op.name, ()) for pick in demand.picks}
-        kept = [*ranked[:MOST], *(role for role in ranked if role.name in asked)]
-        return tuple(role for role in roles if role.atom not in owned or role in kept)
+        demanded = {pick for demand in self.demands.get(signature.op.name, ()) for pick in demand.picks}
+        allowed = [*ranked[:MOST], *(role for role in ranked if role.name in demanded)]
+        return tuple(role for role in roles if role.atom not in owned or role in allowed)
 
     def _roles_of(self, op: Op, signature: Signature) -> tuple[Role, ...]:
         return signature.roles if op.name in self.free else self._roles(signature)
 
     def left_out(self) -> Iterator[str]:
-        """What of all splits is not looked at, in words: the pruning that may lose something."""
+        """The splits that are not tried, in words: the pruning that may lose something."""
         count: dict[str, int] = {}
         many = Counter(self.kinds.of.values())
         for kind, op in enumerate(self.kinds.first):
-            signature = self.facts.signatures[op.name]
+            signature = self.analysis.signatures[op.name]
             if len(self._roles(signature)) < len(signature.roles):
                 target = op.target.split(".")[1] if "." in op.target else op.target
                 count[target] = count.get(target, 0) + many[kind]
@@ -140,7 +141,7 @@ class Spaces:
                 "of parameters that have the most arithmetic, and not with all"
             )
 
-    def _make(self, op: Op) -> Space:
+    def _make(self, op: Op) -> ChoiceSpace:
         if op.name not in self._measured:
             self._measured[op.name] = self._measure(op)
         space, sends = self._measured[op.name]
@@ -155,9 +156,9 @@ class Spaces:
 
     def _measure(self, op: Op) -> Measured:
         """The space of an op without what it sends, and that."""
-        signature = self.facts.signatures[op.name]
+        signature = self.analysis.signatures[op.name]
         choices: list[Mapping[str, str]] = []
-        found: list[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = []
+        layouts_of: list[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = []
         seen: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
         for choice in self._choices(op, signature):
             try:
@@ -169,23 +170,23 @@ class Spaces:
             if layouts not in seen:
                 seen.add(layouts)
                 choices.append(choice)
-                found.append(layouts)
+                layouts_of.append(layouts)
         used, sends = np.zeros((len(choices), COUNT)), []
         for state, choice in enumerate(choices):
-            call = call_of(signature, choice, self.mesh, self.training)
+            call = local_call(signature, choice, self.mesh, self.training)
             time = op_time(call, self.moves.device)
             used[state, Resource.COMPUTE_FORWARD] = time.forward
             used[state, Resource.COMPUTE_BACKWARD] = time.backward if self.backward else 0.0
-            every = algorithm_sends(signature, choice, self.mesh, self.training)
+            every = algorithm_collectives(signature, choice, self.mesh, self.training)
             sends.append(tuple(sent for sent in every if sent.when == "forward" or self.backward))
             if self.backward:
-                _, outputs, beside = kept_bytes(call, signature)
-                own = sum(held.bytes for held, kept in zip(call.outputs, outputs, strict=True) if kept)
-                used[state, Resource.KEPT] = beside + own
-        space = Space(
+                _, outputs, extra = saved_bytes(call, signature)
+                own = sum(output.bytes for output, saved in zip(call.outputs, outputs, strict=True) if saved)
+                used[state, Resource.KEPT] = extra + own
+        space = ChoiceSpace(
             choices=tuple(choices),
-            inputs=tuple(tuple(held[0][at] for held in found) for at in range(len(op.inputs))),
-            outputs=tuple(tuple(held[1][at] for held in found) for at in range(len(op.outputs))),
+            inputs=tuple(tuple(inputs[at] for inputs, _ in layouts_of) for at in range(len(op.inputs))),
+            outputs=tuple(tuple(outputs[at] for _, outputs in layouts_of) for at in range(len(op.outputs))),
             used=used,
         )
         return space, tuple(sends)
@@ -199,9 +200,9 @@ class Spaces:
         roles = {role.name: role for role in signature.roles}
         demands = self.demands.get(op.name, ())
         for picked in product(*lists):
-            choice = {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+            choice = {axis.name: pick for axis, pick in zip(self.mesh.axes, picked, strict=True) if pick}
             met = all(demand.is_met(choice, self.mesh.names) for demand in demands)
-            if met and self._shared_evenly([roles.get(one) for one in picked]):
+            if met and self._shared_evenly([roles.get(pick) for pick in picked]):
                 yield choice
 
     def _shared_evenly(self, roles: list[Role | None]) -> bool:
@@ -210,34 +211,38 @@ class Spaces:
         for axis, role in zip(self.mesh.axes, roles, strict=True):
             if role is not None:
                 parts.setdefault(role.atom, []).append(axis.size)
-        sizes = self.facts.atoms.size
-        return all(len(held) == 1 or sizes[atom] % math.prod(held) == 0 for atom, held in parts.items())
+        sizes = self.analysis.atoms.size
+        return all(
+            len(axis_sizes) == 1 or sizes[atom] % math.prod(axis_sizes) == 0 for atom, axis_sizes in parts.items()
+        )
 
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
-        """What an op may do on one axis; "" is to run whole."""
-        batch, even = self.facts.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
+        """What an op may do on one axis; "" is not split."""
+        batch, even = self.analysis.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
         roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
         data = axis.name in self.data and op.name not in self.free
         if data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
-        asked = any("" in demand.picks and demand.axis in (None, axis.name) for demand in self.demands.get(op.name, ()))
-        found = [*([] if data and roles and not asked else [""]), *roles]
+        unsplit_demanded = any(
+            "" in demand.picks and demand.axis in (None, axis.name) for demand in self.demands.get(op.name, ())
+        )
+        picks = [*([] if data and roles and not unsplit_demanded else [""]), *roles]
         if op.name in self.kinds.lean:
-            found.append(FAN)
-        found += [f"{ROWS}{group}" for group in self._rows(op, signature)]
-        said = self.allowed.get(op.name, {}).get(axis.name)
-        return (found if said is None else [one for one in found if one in said]) or found
+            picks.append(FAN)
+        picks += [f"{ROWS}{group}" for group in self._rows(op, signature)]
+        allowed = self.allowed.get(op.name, {}).get(axis.name)
+        return (picks if allowed is None else [pick for pick in picks if pick in allowed]) or picks
 
     def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
-        """Groups of linear inputs through which a partial sum may pass and gets smaller, or is a number anyway."""
-        values = self.facts.graph.values
-        made = sum(values[name].elements for name in op.outputs)
+        """Groups of linear inputs through which a pending sum may pass and gets smaller, or is a number anyway."""
+        values = self.analysis.graph.values
+        elements = sum(values[name].elements for name in op.outputs)
         if not any(values[name].gradient for name in op.outputs):
             return
         for group in signature.linear_groups():
             members = [values[bound.value] for bound in signature.inputs if bound.linear == group]
             others = [values[bound.value] for bound in signature.inputs if bound.linear != group]
-            if made > 1 and any(value.gradient for value in others):
+            if elements > 1 and any(value.gradient for value in others):
                 continue
-            if made == 1 or made < sum(value.elements for value in members) / 2:
+            if elements == 1 or elements < sum(value.elements for value in members) / 2:
                 yield group

@@ -1,9 +1,9 @@
-"""The short way to say a plan: "dp=2,tp=2", "dp=2,tp=2,recompute", or with a pipeline:
+"""Plan strings: "dp=2,tp=2", "dp=2,tp=2,recompute", or with a pipeline:
 
 "pp=2"                  two stages of one device
 "pp=2,dp=2,zb"          two stages of two devices each, by the schedule zb
 "pp=1+3,dp"             two stages, of one and of three devices; dp takes what a stage has
-"pp=2,interleaved=3"    three segments a stage
+"pp=2,interleaved=3"    three virtual stages per pipeline rank
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
 REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
 """Policies that split the batch."""
 RECOMPUTE = "recompute"
-"""The word that asks for every repeated layer to be run again in backward."""
+"""Asks for activation checkpointing of every repeated layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PolicyRequest:
     """Which policy on which axis, in the order of the mesh, and whether layers are recomputed.
 
     stages      of a pipeline: how many devices each stage has; () if there is none
@@ -57,7 +57,7 @@ class Request:
 
     def parts_of(self, size: int) -> tuple[tuple[str, Axis], ...]:
         """The policies of a stage of so many devices, with the axes that it has."""
-        return tuple((policy, axis) for policy, whole in self.asked_of(size) for axis in self._subaxes(whole))
+        return tuple((policy, axis) for policy, unrefined in self.asked_of(size) for axis in self._subaxes(unrefined))
 
     def asked_of(self, size: int) -> tuple[tuple[str, Axis], ...]:
         """The policies of a stage of so many devices, as they were asked for."""
@@ -71,13 +71,13 @@ class Request:
                 return subaxes(axis, sizes)
         return (axis,)
 
-    def like(self, mesh: Mesh) -> Request:
+    def like(self, mesh: Mesh) -> PolicyRequest:
         """The same request, with its axes refined as those of a mesh are."""
-        found: dict[str, list[int]] = {}
+        sizes_of: dict[str, list[int]] = {}
         for axis in mesh.axes:
             if (named := SUBAXIS.fullmatch(axis.name)) is not None:
-                found.setdefault(named[1], []).append(axis.size)
-        return replace(self, refined=tuple((name, tuple(sizes)) for name, sizes in found.items()))
+                sizes_of.setdefault(named[1], []).append(axis.size)
+        return replace(self, refined=tuple((name, tuple(sizes)) for name, sizes in sizes_of.items()))
 
     def __str__(self) -> str:
         parts = [f"{policy}={axis.size}" for policy, axis in self.parts]
@@ -102,27 +102,27 @@ def subaxes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
 
 
 def outer_of(axis: str, mesh: Mesh) -> Axis | None:
-    """The axis that an axis is an inner part beside: tp0 of tp1."""
+    """The axis outside of an inner part of a refined axis: tp0 of tp1."""
     named = SUBAXIS.fullmatch(axis)
     if named is None or int(named[2]) == 0 or f"{named[1]}0" not in mesh.names:
         return None
     return mesh.axis(f"{named[1]}{int(named[2]) - 1}")
 
 
-def axis_name(policy: str, taken: Iterable[str]) -> str:
+def axis_name(policy: str, used: Iterable[str]) -> str:
     """What the axis of a policy is called: zero is a kind of dp, sp a kind of tp."""
     name = "dp" if policy.startswith("zero") else "tp" if policy == "sp" else policy
-    return policy if name in tuple(taken) else name
+    return policy if name in tuple(used) else name
 
 
-def read_request(text: str, world: int | None = None, names: tuple[str, ...] = KNOWN) -> Request:
+def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...] = KNOWN) -> PolicyRequest:
     """Read a plan string; `world` is the number of devices that it must come out at."""
     parts: list[tuple[str, Axis]] = []
-    words = text.replace(" ", "").split(",")
+    items = text.replace(" ", "").split(",")
     stages: tuple[int, ...] = ()
     schedule, chunks, free = "", 0, ""
-    _check_once(text, words)
-    for item in words:
+    _check_once(text, items)
+    for item in items:
         policy, equals, number = item.partition("=")
         if item in ("", "single", RECOMPUTE):
             continue
@@ -142,8 +142,8 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
     inner = math.prod(axis.size for _, axis in parts)
     if stages and max(stages) == 1:
         stages = (inner,) * len(stages)
-    request = Request(
-        parts=tuple(parts), recompute=RECOMPUTE in words, stages=stages, free=free, schedule=schedule, chunks=chunks
+    request = PolicyRequest(
+        parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule, chunks=chunks
     )
     _check_stages(text, request)
     if world is not None and request.size != world:
@@ -154,8 +154,8 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
     return request
 
 
-def _check_once(text: str, words: Sequence[str]) -> None:
-    kinds = [word.partition("=")[0] for word in words]
+def _check_once(text: str, items: Sequence[str]) -> None:
+    kinds = [word.partition("=")[0] for word in items]
     named = [kind for kind in kinds if kind in KINDS]
     if kinds.count("pp") > 1:
         raise PlanError(f"the plan {text!r} names pp twice")
@@ -174,7 +174,7 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
         raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")
     if int(number) < 2:
         raise PlanError(f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one")
-    if any(policy == held for held, _ in parts):
+    if any(policy == other for other, _ in parts):
         raise PlanError(f"the plan {text!r} names {policy} twice")
 
 
@@ -192,7 +192,7 @@ def _stages(text: str, number: str) -> tuple[int, ...]:
     return tuple(map(int, sizes)) if len(sizes) > 1 else (1,) * int(number)
 
 
-def _check_stages(text: str, request: Request) -> None:
+def _check_stages(text: str, request: PolicyRequest) -> None:
     stages = request.stages
     if not stages and request.schedule:
         raise PlanError(f"the plan {text!r} names the schedule {request.schedule}, but no pipeline; add pp=2")

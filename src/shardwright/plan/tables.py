@@ -1,4 +1,4 @@
-"""The numbers of the search: what the states of a skeleton's variables use together, on one mesh."""
+"""The numbers of the search: what the states of a problem's variables use together, on one mesh."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from functools import cached_property
 
 import numpy as np
 
-from ..conversion import forget_gradient
-from ..cost import Memory, join_time, local_elements, peak
+from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
 from ..cost.resources import COUNT, Resource, memory, phases
-from ..layout import FANNED, WHOLE, Layout
-from .homes import Homes, Storage, Storing
-from .rows import rows_layout
-from .search import Factor, Problem
-from .skeleton import EdgeTable, End, HomeTable, OpTable, Skeleton, Table, UseTable
-from .spaces import Spaces
+from ..layout import INVARIANT, REPLICATE, Layout
+from ..reshard import forget_gradient
+from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
+from .replica_axes import batch_layout
+from .search import CostFactor, Problem
+from .spaces import ChoiceSpaces
+from .storage_options import Storage, StorageOptions, StoragePricing
 
 Layouts = tuple[Layout, ...]
 
 
 class Tables:
-    """A skeleton with numbers. `rows`: axes of which every group has its rows of what leaves the model."""
+    """A problem structure with numbers. `rows`: axes along which every group returns its own samples of the outputs."""
 
     def __init__(
         self,
-        skeleton: Skeleton,
-        spaces: Spaces,
-        storing: Storing,
+        skeleton: ProblemStructure,
+        spaces: ChoiceSpaces,
+        storing: StoragePricing,
         rows: tuple[str, ...] = (),
         like: Tables | None = None,
         other: Tables | None = None,
@@ -39,7 +39,7 @@ class Tables:
         `other`: tables of the same skeleton with other spaces, whose problem is solved in the same steps.
         """
         self.skeleton, self.spaces, self.storing, self.rows = skeleton, spaces, storing, rows
-        self.facts, self.graph = skeleton.facts, skeleton.graph
+        self.analysis, self.graph = skeleton.analysis, skeleton.graph
         self.moves, self.training, self.mesh = spaces.moves, spaces.training, spaces.mesh
         self._unique: dict[int, tuple[Layouts, np.ndarray]] = like._unique if like else {}
         self._prices: dict[tuple[object, ...], np.ndarray] = like._prices if like else {}
@@ -50,40 +50,42 @@ class Tables:
         self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
-        self.homes = homes_of(skeleton, spaces, storing)
+        self.storage_options = storage_options_of(skeleton, spaces, storing)
         self.arrays = [self._fill(table) for table in skeleton.tables]
         self._other = other if other is not None and self.is_plain and other.is_plain else None
 
     @cached_property
-    def factors(self) -> tuple[Factor, ...]:
-        return tuple(Factor(entry.variables, self.arrays[entry.table]) for entry in self.skeleton.entries)
+    def factors(self) -> tuple[CostFactor, ...]:
+        return tuple(CostFactor(entry.variables, self.arrays[entry.table]) for entry in self.skeleton.entries)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many states each variable has."""
         counts = {("op", kind): self.spaces.of(kind).size for kind in range(len(self.skeleton.kinds.first))}
         counts |= {("hub", kind): len(layouts) for kind, layouts in enumerate(self.hubs)}
-        counts |= {("home", kind): len(homes.layouts) for kind, homes in enumerate(self.homes)}
-        counts |= {held: held[1] for held in self.skeleton.shapes if held[0] == "layer"}
+        counts |= {
+            ("home", kind): len(storage_options.layouts) for kind, storage_options in enumerate(self.storage_options)
+        }
+        counts |= {shape: shape[1] for shape in self.skeleton.shapes if shape[0] == "layer"}
         return tuple(map(counts.__getitem__, self.skeleton.shapes))
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        return tuple(held.block for held in self.skeleton.variables)
+        return tuple(variable.block for variable in self.skeleton.variables)
 
-    def layouts(self, end: End, value: str = "") -> Layouts:
+    def layouts(self, end: EdgeEnd, value: str = "") -> Layouts:
         """How a value lies at an end, in each of its states."""
         if end.what == "leaving":
-            layout = rows_layout(self.facts, self.mesh, self.rows, value)
+            layout = batch_layout(self.analysis, self.mesh, self.rows, value)
             return self._leaving.setdefault(hash(layout), (layout,))
         if end.what == "hub":
             return self.hubs[end.kind]
         space = self.spaces.of(end.kind)
         return space.outputs[end.at] if end.what == "out" else space.inputs[end.at]
 
-    def _hub(self, ends: Sequence[End]) -> Layouts:
-        found = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
-        return self._same.setdefault(found, found)
+    def _hub(self, ends: Sequence[EdgeEnd]) -> Layouts:
+        layouts = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
+        return self._same.setdefault(layouts, layouts)
 
     def _fill(self, table: Table) -> np.ndarray:
         if isinstance(table, OpTable):
@@ -92,46 +94,46 @@ class Tables:
                 return _again(used) if table.again else used
             again = _again(used)
             both = np.stack([again if table.again else used, again], axis=1)
-            found: np.ndarray = both[:, [int(at >= 0) for at in table.region]]
-            return found
+            used_by_option: np.ndarray = both[:, [int(at >= 0) for at in table.region]]
+            return used_by_option
         if isinstance(table, EdgeTable):
             return self._edge(table)
-        if isinstance(table, HomeTable):
-            return self.homes[table.home].used
+        if isinstance(table, StorageTable):
+            return self.storage_options[table.parameter].used
         return self._use(table)
 
-    # -- conversions -----------------------------------------------------------------------
+    # -- reshards --------------------------------------------------------------------------
 
     def _edge(self, table: EdgeTable) -> np.ndarray:
-        """[state, state, (way to recompute,) resource]"""
-        found = self._price(table, table.kept)
+        """[state, state, (recomputation option,) resource]"""
+        used = self._price(table, table.saved)
         if table.ways:
-            again, enters = _again(found), found if table.kept else self._price(table, True)
-            every = np.stack([found, enters, again], axis=2)
-            found = every[:, :, [("plain", "enters", "again").index(way) for way in table.ways]]
+            again, enters = _again(used), used if table.saved else self._price(table, True)
+            every = np.stack([used, enters, again], axis=2)
+            used = every[:, :, [("plain", "enters", "again").index(option) for option in table.ways]]
         if table.same:
-            found = found[np.arange(len(found)), np.arange(len(found))]
-        return found[:, 0] if table.goal.what == "leaving" else found
+            used = used[np.arange(len(used)), np.arange(len(used))]
+        return used[:, 0] if table.goal.what == "leaving" else used
 
-    def _price(self, table: EdgeTable, kept: bool) -> np.ndarray:
+    def _price(self, table: EdgeTable, saved: bool) -> np.ndarray:
         value = self.graph.values[table.value]
         starts, from_state = self._distinct(self.layouts(table.start))
         goals, to_state = self._distinct(self.layouts(table.goal, table.value))
         item = self.training.item(value)
         bytes = value.elements * item
         readers = self._readers[table.goal.kind] if table.goal.what == "hub" else 1
-        key = (id(starts), id(goals), bytes, value.shape, value.gradient, kept, table.held, readers)
+        key = (id(starts), id(goals), bytes, value.shape, value.gradient, saved, table.shared, readers)
         if key not in self._prices:
-            found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
+            prices = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
             local = item * self._local(value.shape, goals)
             if readers > 1 and value.gradient and self.spaces.backward:
                 joined = [join_time(size, readers, self.moves.device) for size in local.tolist()]
-                found[..., Resource.COMPUTE_BACKWARD] += joined
-            if kept and self.spaces.backward:
+                prices[..., Resource.COMPUTE_BACKWARD] += joined
+            if saved and self.spaces.backward:
                 a, b = self._formed(starts), self._formed(goals)
-                new = (a[:, None] != b[None, :]) | (not table.held)
-                found[..., Resource.KEPT] += np.where(new, local[None, :], 0.0)
-            self._prices[key] = found
+                new = (a[:, None] != b[None, :]) | (not table.shared)
+                prices[..., Resource.KEPT] += np.where(new, local[None, :], 0.0)
+            self._prices[key] = prices
         spread: np.ndarray = self._prices[key][from_state[:, None], to_state[None, :]]
         return spread
 
@@ -154,43 +156,45 @@ class Tables:
         return self._elements[key]
 
     def _distinct(self, layouts: Layouts) -> tuple[Layouts, np.ndarray]:
-        found = self._unique.get(id(layouts))
-        if found is None:
+        distinct_layouts = self._unique.get(id(layouts))
+        if distinct_layouts is None:
             known: dict[Layout, int] = {}
             index = np.array([known.setdefault(layout, len(known)) for layout in layouts], dtype=np.intp)
             distinct = tuple(known)
-            found = self._unique[id(layouts)] = (self._same.setdefault(distinct, distinct), index)
-        return found
+            distinct_layouts = self._unique[id(layouts)] = (self._same.setdefault(distinct, distinct), index)
+        return distinct_layouts
 
     def _use(self, table: UseTable) -> np.ndarray:
-        """[home, state of the op, resource]: a home that is cut otherwise than a use must be brought there."""
-        value, homes = self.graph.values[table.value], self.homes[table.home]
+        """[storage, state of the op, resource]: a parameter that is sharded otherwise than a use needs a reshard."""
+        value, storage_options = self.graph.values[table.value], self.storage_options[table.parameter]
         layouts = self.spaces.of(table.kind).inputs[table.index]
-        starts, from_state = self._distinct(homes.layouts)
+        starts, from_state = self._distinct(storage_options.layouts)
         goals, to_state = self._distinct(layouts)
-        if homes.alone:
-            found = np.zeros((len(starts), len(goals), COUNT))
+        if storage_options.alone:
+            prices = np.zeros((len(starts), len(goals), COUNT))
             same = self._numbered(starts)[:, None] == self._numbered(goals)[None, :]
-            found[..., 0] = np.where(same, 0.0, np.inf)
+            prices[..., 0] = np.where(same, 0.0, np.inf)
         else:
             bytes = value.elements * self.training.item(value)
-            found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
-            found[..., 0] += np.where(self._unsummed(starts, goals), np.inf, 0.0)
-        spread: np.ndarray = found[from_state[:, None], to_state[None, :]]
+            prices = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
+            prices[..., 0] += np.where(self._unsummed(starts, goals), np.inf, 0.0)
+        spread: np.ndarray = prices[from_state[:, None], to_state[None, :]]
         return spread
 
-    def _unsummed(self, homes: Layouts, uses: Layouts) -> np.ndarray:
-        """[home, use]: whether a use hands back parts of a gradient that the home does not sum."""
+    def _unsummed(self, storage_options: Layouts, uses: Layouts) -> np.ndarray:
+        """[storage, use]: whether a use returns a pending sum as gradient, which the storage does not reduce."""
         axes = self.mesh.names
-        whole = np.array([[home.placement(axis) == WHOLE for axis in axes] for home in homes], dtype=bool)
-        fanned = np.array([[use.placement(axis) == FANNED for axis in axes] for use in uses], dtype=bool)
-        found: np.ndarray = (whole[:, None, :] & fanned[None, :, :]).any(axis=-1)
-        return found
+        invariant = np.array(
+            [[layout.placement(axis) == INVARIANT for axis in axes] for layout in storage_options], dtype=bool
+        )
+        replicate = np.array([[use.placement(axis) == REPLICATE for axis in axes] for use in uses], dtype=bool)
+        unsummed: np.ndarray = (invariant[:, None, :] & replicate[None, :, :]).any(axis=-1)
+        return unsummed
 
     # -- as a problem ----------------------------------------------------------------------
 
     def problem(self, limit: float = math.inf) -> Problem:
-        """What is to be solved. `limit`: bytes that a device may use."""
+        """What is to be solved. `limit`: the memory limit of a device in bytes."""
         return self._unlimited.within(limit)
 
     @cached_property
@@ -211,9 +215,11 @@ class Tables:
 
     def peak(
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
-    ) -> Memory:
-        """What a walk through a step says that a device holds at the worst moment."""
-        return peak(self.facts, self.mesh, choices, storage, self.training, recompute, habits=self.moves.habits)
+    ) -> MemoryPeak:
+        """Peak memory of a device, by memory simulation."""
+        return simulate_memory(
+            self.analysis, self.mesh, choices, storage, self.training, recompute, traits=self.moves.traits
+        )
 
     # -- the way back ----------------------------------------------------------------------
 
@@ -222,40 +228,42 @@ class Tables:
         return {name: self.spaces.of(kinds[name]).choices[states[at]] for name, at in self.skeleton.ops.items()}
 
     def home(self, key: str, states: Sequence[int]) -> tuple[Layout, Storage]:
-        at = self.skeleton.homes[key]
-        homes = self.homes[self.skeleton.variables[at].kind]
-        return homes.layouts[states[at]], homes.storage[states[at]]
+        at = self.skeleton.storage_options[key]
+        storage_options = self.storage_options[self.skeleton.variables[at].kind]
+        return storage_options.layouts[states[at]], storage_options.storage[states[at]]
 
     def storage(self, states: Sequence[int]) -> dict[str, Storage]:
-        return {key: self.home(key, states)[1] for key in self.skeleton.homes}
+        return {key: self.home(key, states)[1] for key in self.skeleton.storage_options}
 
     def recompute(self, states: Sequence[int]) -> tuple[str, ...]:
         layers, recomputed = self.skeleton.layers, self.skeleton.recomputed
-        return tuple(path for held, at in recomputed.items() for path in sorted(layers[held][states[at]]))
+        return tuple(path for layer, at in recomputed.items() for path in sorted(layers[layer][states[at]]))
 
 
-def homes_of(skeleton: Skeleton, spaces: Spaces, storing: Storing) -> list[Homes]:
-    """The homes of each kind of parameter."""
-    found = []
-    for parameter in skeleton.home_firsts:
+def storage_options_of(
+    skeleton: ProblemStructure, spaces: ChoiceSpaces, storing: StoragePricing
+) -> list[StorageOptions]:
+    """The storage options of each kind of parameter."""
+    options = []
+    for parameter in skeleton.first_parameters:
         users = [(user, at) for user, at in skeleton.graph.users[parameter.value] if user.name in skeleton.ops]
-        asked = [spaces.of(skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
-        found.append(storing.homes(parameter, asked, skeleton.units[parameter.key]))
-    return found
+        uses = [spaces.of(skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
+        options.append(storing.storage_options(parameter, uses, skeleton.units[parameter.key]))
+    return options
 
 
-def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+def merged(factors: Sequence[CostFactor]) -> tuple[CostFactor, ...]:
     """Factors of one table over the same variables as one, with so many times the numbers."""
     counts = Counter((factor.variables, id(factor.table)) for factor in factors)
     tables = {id(factor.table): factor.table for factor in factors}
     scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
-    return tuple(Factor(variables, scaled[at, count]) for (variables, at), count in counts.items())
+    return tuple(CostFactor(variables, scaled[at, count]) for (variables, at), count in counts.items())
 
 
 def _again(used: np.ndarray) -> np.ndarray:
-    """The same in a region that backward runs again: forward twice, and nothing kept."""
-    found = used.copy()
-    found[..., Resource.COMPUTE_BACKWARD] += found[..., Resource.COMPUTE_FORWARD]
-    found[..., Resource.SEND_BACKWARD] += found[..., Resource.SEND_FORWARD]
-    found[..., Resource.KEPT] = 0.0
-    return found
+    """The same in a recomputed region: forward runs twice, and nothing is saved for backward."""
+    repeated = used.copy()
+    repeated[..., Resource.COMPUTE_BACKWARD] += repeated[..., Resource.COMPUTE_FORWARD]
+    repeated[..., Resource.SEND_BACKWARD] += repeated[..., Resource.SEND_FORWARD]
+    repeated[..., Resource.KEPT] = 0.0
+    return repeated

@@ -19,7 +19,7 @@ from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Op
 from ..layout import Axis, Layout, Mesh, Partial
-from ..lower import Program, Size
+from ..lower import LoweredProgram, Size
 from ..lower.local import localize
 from ..rules import Analysis
 
@@ -31,15 +31,15 @@ Run = Callable[[Op, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class WrongSplit(RuleError):
-    """A split that does not recombine; `said` tells which and how, without the op."""
+    """A split that does not recombine; `details` says which and how, without the op."""
 
-    def __init__(self, message: str, said: str) -> None:
+    def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
-        self.said = said
+        self.details = details
 
 
-def run_plain(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
-    return run_op(op, given, {})
+def run_plain(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return run_op(op, inputs, {})
 
 
 def differentiable(x: Tensor) -> bool:
@@ -55,128 +55,130 @@ def parts_of(units: int) -> tuple[int, ...]:
     return tuple(parts for parts in (2, 3, 4) if (parts - 1) * -(-units // parts) < units)[:2]
 
 
-def check_role(facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain) -> bool:
+def check_role(
+    analysis: Analysis, op: Op, role: str, parts: int, inputs: Sequence[Tensor], run: Run = run_plain
+) -> bool:
     """Raise a RuleError unless the split is right; False where an algorithm does it, which has tests of its own.
 
-    `given` are the whole inputs. `role` is a choice of the op's signature: a role, or "partial:1".
+    `inputs` are the global inputs. `role` is a choice of the op's signature: a role, or "partial:1".
     """
-    trial = Trial(facts, op, role, parts, given, run)
-    if trial.talks:
+    trial = SplitTrial(analysis, op, role, parts, inputs, run)
+    if trial.communicates:
         return False
     trial.judge([trial.rank(index, run) for index in range(parts)])
     return True
 
 
 Outcome = tuple[list[Tensor], list[Tensor | None]]
-"""What one rank makes, and the gradients of its inputs."""
+"""The outputs of one rank, and the gradients of its inputs."""
 
 
-class Trial:
-    """One split of one op: what it makes whole, what every rank makes of its pieces, and whether they agree."""
+class SplitTrial:
+    """One split of one op: its global outputs, what every rank computes from its shards, and whether they agree."""
 
     def __init__(
-        self, facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
+        self, analysis: Analysis, op: Op, role: str, parts: int, inputs: Sequence[Tensor], run: Run = run_plain
     ) -> None:
         self.op, self.mesh = op, mesh_of(parts)
-        self.program, self.here = local_op(facts, op, role, self.mesh)
-        self.said = f"split on {role} over {parts}"
-        self.given = [x.detach() for x in given]
-        values = facts.graph.values
+        self.program, self.here = local_op(analysis, op, role, self.mesh)
+        self.label = f"split on {role} over {parts}"
+        self.inputs = [x.detach() for x in inputs]
+        values = analysis.graph.values
         self.wants = [
             values[name].gradient and differentiable(x) and not op.no_grad
-            for x, name in zip(given, op.inputs, strict=True)
+            for x, name in zip(inputs, op.inputs, strict=True)
         ]
-        whole = [x.clone().requires_grad_(want) for x, want in zip(self.given, self.wants, strict=True)]
-        self.expected = run(op, whole)
+        leaves = [x.clone().requires_grad_(want) for x, want in zip(self.inputs, self.wants, strict=True)]
+        self.expected = run(op, leaves)
         self.back = [torch.randn_like(x) if differentiable(x) else None for x in self.expected]
-        self.wanted = backward(self.expected, self.back, whole)
+        self.wanted = backward(self.expected, self.back, leaves)
 
     @property
-    def talks(self) -> bool:
-        """Whether the pieces talk to each other (an algorithm does the split)."""
+    def communicates(self) -> bool:
+        """Whether the ranks communicate (an algorithm does the split)."""
         return any(local.target.startswith("runtime.") for local in self.program.body)
 
     def rank(self, index: int, run: Run) -> Outcome:
-        """What one rank makes."""
+        """Run one rank."""
         layouts = self.program.layouts
-        pairs = zip(self.given, self.here.inputs, self.wants, strict=True)
-        local = [piece(x, layouts[name], self.mesh, index).requires_grad_(want) for x, name, want in pairs]
+        pairs = zip(self.inputs, self.here.inputs, self.wants, strict=True)
+        local = [local_value(x, layouts[name], self.mesh, index).requires_grad_(want) for x, name, want in pairs]
         try:
-            found = _run(self.program, dict(zip(self.here.inputs, local, strict=True)), self.mesh, index, run)
+            values = _run(self.program, dict(zip(self.here.inputs, local, strict=True)), self.mesh, index, run)
         except Exception as error:
             shapes = ", ".join(str(list(x.shape)) for x in local)
             raise self.wrong(f"it does not run on pieces {shapes}: {str(error).splitlines()[0]}") from error
-        made = [found[name] for name in self.op.outputs]
+        outputs = [values[name] for name in self.op.outputs]
         back = [
-            None if g is None else piece(g, layouts[name].gradient(), self.mesh, index)
+            None if g is None else local_value(g, layouts[name].gradient(), self.mesh, index)
             for g, name in zip(self.back, self.op.outputs, strict=True)
         ]
         try:
-            return made, backward(made, back, local)
+            return outputs, backward(outputs, back, local)
         except RuntimeError as error:
             raise self.wrong(f"its backward does not run on pieces: {str(error).splitlines()[0]}") from error
 
     def judge(self, ranks: Sequence[Outcome]) -> None:
-        """Raise a RuleError if what the ranks made is not the whole."""
+        """Raise a RuleError if the ranks' outputs don't recombine to the global ones."""
         layouts = self.program.layouts
         for at, name in enumerate(self.op.outputs):
-            off = apart([made[at] for made, _ in ranks], self.expected[at], layouts[name], self.mesh)
+            off = apart([outputs[at] for outputs, _ in ranks], self.expected[at], layouts[name], self.mesh)
             if off:
                 raise self.wrong(f"{'the result' if len(self.op.outputs) == 1 else f'result {at + 1}'} {off}")
         for at, name in enumerate(self.here.inputs):
             gradient = self.wanted[at]
             if gradient is not None:
-                off = apart([held[at] for _, held in ranks], gradient, layouts[name].gradient(), self.mesh)
+                off = apart([gradients[at] for _, gradients in ranks], gradient, layouts[name].gradient(), self.mesh)
                 if off:
                     raise self.wrong(f"the gradient of input {at + 1} {off}")
 
-    def wrong(self, what: str) -> WrongSplit:
-        return WrongSplit(f"{self.op} {self.said}: {what}", f"{self.said} {what}")
+    def wrong(self, fault: str) -> WrongSplit:
+        return WrongSplit(f"{self.op} {self.label}: {fault}", f"{self.label} {fault}")
 
 
-def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[Program, Op]:
+def local_op(analysis: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[LoweredProgram, Op]:
     """The op as a program of its own, with the layouts that the role gives it."""
-    inputs, outputs = facts.signatures[op.name].layouts({AXIS: role}, mesh)
+    inputs, outputs = analysis.signatures[op.name].layouts({AXIS: role}, mesh)
     names = tuple(f"{name}@use{at}" for at, name in enumerate(op.inputs))  # one value may be read in two layouts
-    values, layouts = dict(facts.graph.values), {}
+    values, layouts = dict(analysis.graph.values), {}
     for name, origin, layout in zip((*names, *op.outputs), (*op.inputs, *op.outputs), (*inputs, *outputs), strict=True):
-        values[name] = replace(facts.graph.values[origin], name=name)
+        values[name] = replace(analysis.graph.values[origin], name=name)
         layouts[name] = layout
     renamed = replace(op, inputs=names)
-    program = Program(
-        graph=facts.graph, facts=facts, mesh=mesh, plan_name="", plan_policy="", values=values, layouts=layouts,
-        holdings=(), body=(renamed,), choices={op.name: {AXIS: role}},
+    program = LoweredProgram(
+        graph=analysis.graph, analysis=analysis, mesh=mesh, plan_name="", plan_policy="", values=values,
+        layouts=layouts, parameters=(), body=(renamed,), choices={op.name: {AXIS: role}},
     )  # fmt: skip
     return localize(program), renamed
 
 
-def _run(program: Program, values: dict[str, Tensor], mesh: Mesh, index: int, run: Run) -> Mapping[str, Tensor]:
+def _run(program: LoweredProgram, values: dict[str, Tensor], mesh: Mesh, index: int, run: Run) -> Mapping[str, Tensor]:
     for op in program.body:
         arguments = tuple((name, _numbers(value, mesh, index)) for name, value in op.arguments)
-        made = run(replace(op, arguments=arguments), [values[name] for name in op.inputs])
-        values.update(zip(op.outputs, made, strict=True))
+        outputs = run(replace(op, arguments=arguments), [values[name] for name in op.inputs])
+        values.update(zip(op.outputs, outputs, strict=True))
     return values
 
 
 def _numbers(value: Any, mesh: Mesh, index: int) -> Any:
     if isinstance(value, Size):
         return value.local(mesh.sizes, {AXIS: index})
-    return tuple(_numbers(held, mesh, index) for held in value) if isinstance(value, tuple) else value
+    return tuple(_numbers(item, mesh, index) for item in value) if isinstance(value, tuple) else value
 
 
-def piece(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
+def local_value(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
     """What a rank gets of a tensor; a partial value enters as terms that sum to it."""
-    x = cut(x, layout, mesh, index).clone()
+    x = local_shard(x, layout, mesh, index).clone()
     if not isinstance(layout.placement(AXIS), Partial):
         return x
     return x * (2.0 if index == 0 else -1.0 / (mesh.size - 1))
 
 
-def cut(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
-    held = layout.cut_of(AXIS)
-    if held is None:
+def local_shard(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
+    split = layout.shard_of(AXIS)
+    if split is None:
         return x
-    dim, how = held
+    dim, how = split
     runs = [x.narrow(dim, start, length) for start, length in how.spans(mesh.size, index)]
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
 
@@ -194,19 +196,19 @@ def backward(
     return [next(dense) if x.requires_grad else None for x in inputs]
 
 
-def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Mesh) -> str:
-    """What is off between the pieces of all ranks and the whole under a layout; nothing if they agree."""
-    missing = [str(index) for index, mine in enumerate(held) if mine is None]
+def apart(shards: Sequence[Tensor | None], expected: Tensor, layout: Layout, mesh: Mesh) -> str:
+    """How the shards of all ranks differ from the global tensor under a layout; empty if they agree."""
+    missing = [str(index) for index, mine in enumerate(shards) if mine is None]
     if missing:
         return f"is missing on rank {missing[0]}"
-    mine = [x for x in held if x is not None]
+    mine = [x for x in shards if x is not None]
     placement = layout.placement(AXIS)
     if isinstance(placement, Partial):
         if len({x.shape for x in mine}) > 1:
             return f"has the shapes {', '.join(str(list(x.shape)) for x in mine)}, which can't be added"
         mine = [_reduce(mine, placement.op)]
     for index, x in enumerate(mine):
-        theirs = cut(whole, layout, mesh, index)
+        theirs = local_shard(expected, layout, mesh, index)
         if x.shape != theirs.shape:
             return f"has the shape {list(x.shape)} on rank {index}, not {list(theirs.shape)}"
         off = difference(x, theirs)
@@ -215,8 +217,8 @@ def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Me
     return ""
 
 
-def _reduce(held: Sequence[Tensor], op: str) -> Tensor:
-    stacked = torch.stack([_comparable(x) for x in held])
+def _reduce(shards: Sequence[Tensor], op: str) -> Tensor:
+    stacked = torch.stack([_comparable(x) for x in shards])
     return stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
 
 

@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture import Function
+from ..capture import ImportedFunction
 from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Graph, Input, Op, Output
-from ..rules import ROWS, Call, Find, Rule, analyse, find_rule
-from ..rules.kept import COND, OPAQUE, SCAN, WHILE
+from ..rules import ROWS, Find, OpCall, Rule, analyse, find_rule
+from ..rules.user_calls import COND, OPAQUE, SCAN, WHILE
 from .check import Run, backward, check_role, parts_of
 from .samples import NotProbed, Sample, make_sample
-from .search import Found, search
+from .search import ProbeResult, search
 from .wording import Wording
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
 UNCHECKED = ("aten.lstm", "aten.gru", "aten.rnn", "aten.mkldnn", "aten._thnn", "batch_norm", "aten._segment_reduce")
 """Ops that read past the end of a piece instead of refusing it."""
-_FUNCTIONS: dict[str, Function] = {}  # the user's functions in the graphs of this process, by target
+_FUNCTIONS: dict[str, ImportedFunction] = {}  # the user's functions in the graphs of this process, by target
 
 
-def probing(functions: Mapping[str, Function] | None = None) -> Find:
+def probing(functions: Mapping[str, ImportedFunction] | None = None) -> Find:
     """A finder of rules: the written one, else one found by probing the op; without either, the reason.
 
     `functions` are those of the captured model; without them those that were captured last are used.
@@ -43,28 +43,28 @@ def probing(functions: Mapping[str, Function] | None = None) -> Find:
     for target, function in (functions or {}).items():  # not compiled anew for every shape that is tried
         _FUNCTIONS[target] = replace(function, call=function.plain) if function.plain is not None else function
 
-    def find(call: Call) -> tuple[Rule | None, str]:
-        found = find_rule(call)
-        if found is not None:
-            return found, ""
+    def find(call: OpCall) -> tuple[Rule | None, str]:
+        rule = find_rule(call)
+        if rule is not None:
+            return rule, ""
         if call.op.target == OPAQUE:  # it runs code of any kind, which need not survive pieces of its parameters
             return None, "it is opaque; say sw.opaque(module, batch=True) if its rows are independent"
         if call.op.target in (COND, SCAN, WHILE):  # a probe sees one way through it, and data may take another
             return None, "it decides by data"
         if any(word in call.op.target for word in UNCHECKED):
             return None, "its kernel does not check the sizes of what it is given"
-        held = _FUNCTIONS.get(call.op.target)
-        return discover(call, run_known, held.call if held is not None else None)
+        result = _FUNCTIONS.get(call.op.target)
+        return discover(call, run_known, result.call if result is not None else None)
 
     return find
 
 
-def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+def run_known(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run an op of a captured graph."""
-    return run_op(op, given, _FUNCTIONS)
+    return run_op(op, inputs, _FUNCTIONS)
 
 
-def discover(call: Call, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
+def discover(call: OpCall, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
     """The rule of a call by probing, or None and why not. Known for calls of the same shapes and arguments."""
     key = (
         call.op.target, repr(call.op.arguments), call.op.autocast, call.op.no_grad, version,
@@ -79,16 +79,16 @@ def discover(call: Call, run: Run, version: Hashable = None) -> tuple[Rule | Non
 def careful(run: Run) -> Run:
     """The same, where whatever the op raises is a reason not to probe it: random inputs need not be to its taste."""
 
-    def call(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def call(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
-            return run(op, given)
+            return run(op, inputs)
         except Exception as error:
             raise NotProbed(f"it can't be called with random inputs: {(str(error).splitlines() or [''])[0]}") from error
 
     return call
 
 
-def _probed(call: Call, run: Run) -> tuple[Rule | None, str]:
+def _probed(call: OpCall, run: Run) -> tuple[Rule | None, str]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ops complain about pieces that are no use
         torch.manual_seed(0)
@@ -98,35 +98,35 @@ def _probed(call: Call, run: Run) -> tuple[Rule | None, str]:
             return None, f"it could not be probed: {why}"
 
 
-def _discover(call: Call, run: Run) -> Rule:
+def _discover(call: OpCall, run: Run) -> Rule:
     sample = make_sample(call, run)
-    found = _checked(search(sample, run), sample, run)
-    return Wording(found, call, sample).rule()
+    result = _checked(search(sample, run), sample, run)
+    return Wording(result, call, sample).rule()
 
 
-def _checked(found: Found, sample: Sample, run: Run) -> Found:
+def _checked(result: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
     """What also holds backward, and on other inputs."""
     sizes = {size for value in (*sample.call.inputs, *sample.call.outputs) for size in value.shape}
-    wording = Wording(found, sample.call, replace(sample, real={size: size for size in sizes}))
+    wording = Wording(result, sample.call, replace(sample, real={size: size for size in sizes}))
     rule = wording.rule()
-    facts = analyse(one_op(sample.call), lambda call: (rule, ""))
-    (op,) = facts.graph.ops
-    roles = {role.label for role in facts.signatures[op.name].roles}
+    analysis = analyse(one_op(sample.call), lambda call: (rule, ""))
+    (op,) = analysis.graph.ops
+    roles = {role.label for role in analysis.signatures[op.name].roles}
     draws = [sample.draw(3), sample.draw(4)]
     _check_dependence(sample, run, draws)
     _check_backward(sample, run)
 
     def holds(choice: str, units: int) -> bool:
         try:
-            for parts, given in zip(parts_of(units), draws, strict=False):
-                check_role(facts, op, choice, parts, given, run)
+            for parts, inputs in zip(parts_of(units), draws, strict=False):
+                check_role(analysis, op, choice, parts, inputs, run)
         except RuleError:
             return False
         return True
 
-    return Found(
+    return ProbeResult(
         tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
-        tuple(group for number, group in enumerate(found.linear, 1) if holds(f"{ROWS}{number}", 3)),
+        tuple(group for number, group in enumerate(result.linear, 1) if holds(f"{ROWS}{number}", 3)),
     )
 
 
@@ -141,15 +141,15 @@ def _check_dependence(sample: Sample, run: Run, draws: Sequence[Sequence[Tensor]
 def _check_backward(sample: Sample, run: Run) -> None:
     """The op itself must have the backward that the graph says it has."""
     values = sample.call.inputs
-    given = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
+    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
     try:
-        made = run(sample.call.op, given)
-        backward(made, [torch.ones_like(y) if y.is_floating_point() else None for y in made], given)
+        outputs = run(sample.call.op, inputs)
+        backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)
     except Exception as error:  # whatever it raises, it can't be trained
         raise NotProbed(f"its backward does not run: {str(error).splitlines()[0]}") from error
 
 
-def one_op(call: Call) -> Graph:
+def one_op(call: OpCall) -> Graph:
     """A graph of one op."""
     values = {value.name: value for value in (*call.inputs, *call.outputs)}
     return Graph(

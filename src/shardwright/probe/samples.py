@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ir import Op, Value
-from ..rules import Call
+from ..rules import OpCall
 from .check import Run
 
 SMALL = 2_000
@@ -28,7 +28,7 @@ LARGE = 100_000
 KINDS = (("normal", True), ("positive", True), ("normal", False))
 """The kinds of random numbers that are tried, each in float64 or in the dtype of the call."""
 
-Provided = Callable[[int], tuple[Call, list[Tensor]]]
+Provided = Callable[[int], tuple[OpCall, list[Tensor]]]
 PROVIDED: dict[str, Provided] = {}
 """Ops whose user draws the inputs, by target: a call and its tensors for a seed."""
 
@@ -41,7 +41,7 @@ class NotProbed(Exception):
 class Sample:
     """A call at sizes that it can be run at. `real` says what a size of the sample stands for."""
 
-    call: Call
+    call: OpCall
     real: dict[int, int]
     kind: str = "normal"
     wide: bool = True
@@ -56,7 +56,7 @@ class Sample:
         return [_tensor(value, top, self.kind, self.wide, generator) for value in self.call.inputs]
 
 
-def make_sample(call: Call, run: Run) -> Sample:
+def make_sample(call: OpCall, run: Run) -> Sample:
     """The call at small sizes, seen to run; NotProbed if there is no such call."""
     if call.op.target in PROVIDED:
         return _provided(call, PROVIDED[call.op.target])
@@ -68,18 +68,18 @@ def make_sample(call: Call, run: Run) -> Sample:
     error: Exception | None = None
     for sample in _tries(call, elements):
         try:
-            made = run(sample.call.op, sample.draw(0))
+            outputs = run(sample.call.op, sample.draw(0))
         except Exception as refusal:  # an op may refuse sizes or numbers in any way it likes
             error = error or refusal
             continue
-        if _alike(made, call.outputs):
-            return _with_outputs(sample, call, made)
+        if _alike(outputs, call.outputs):
+            return _with_outputs(sample, call, outputs)
     if error is None or elements > LARGE:
         raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
 
 
-def smallest_sample(call: Call, run: Run, accept: Callable[[Sample], bool]) -> Sample:
+def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) -> Sample:
     """The call at the smallest sizes at which it runs and is accepted; NotProbed if there are none."""
     for image in (_distinct(call), _images(call)):
         for kind, wide in KINDS:
@@ -87,45 +87,45 @@ def smallest_sample(call: Call, run: Run, accept: Callable[[Sample], bool]) -> S
             if sum(value.elements for value in (*sample.call.inputs, *sample.call.outputs)) > LARGE // 4:
                 continue
             try:
-                made = run(sample.call.op, sample.draw(0))
+                outputs = run(sample.call.op, sample.draw(0))
             except Exception:  # an op may refuse sizes or numbers in any way it likes
                 continue
-            sample = _with_outputs(sample, call, made)
-            if _alike(made, call.outputs) and accept(sample):
+            sample = _with_outputs(sample, call, outputs)
+            if _alike(outputs, call.outputs) and accept(sample):
                 return sample
     raise NotProbed("it can't be called at small sizes")
 
 
-def _distinct(call: Call) -> dict[int, int]:
+def _distinct(call: OpCall) -> dict[int, int]:
     """A small size for every size and number, in their order, whatever their products are."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
-    given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
-    return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | given))}
+    named = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | named))}
 
 
-def _with_outputs(sample: Sample, call: Call, made: Sequence[Tensor]) -> Sample:
+def _with_outputs(sample: Sample, call: OpCall, outputs: Sequence[Tensor]) -> Sample:
     """The sample with the shapes that really came out."""
-    pairs = zip(call.outputs, made, strict=False)
-    outputs = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
-    return replace(sample, call=Call(sample.call.op, sample.call.inputs, outputs))
+    pairs = zip(call.outputs, outputs, strict=False)
+    values = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
+    return replace(sample, call=OpCall(sample.call.op, sample.call.inputs, values))
 
 
-def _provided(call: Call, draw: Provided) -> Sample:
+def _provided(call: OpCall, draw: Provided) -> Sample:
     """The user's own inputs. What a size stands for follows from where it stands."""
     drawn, _ = draw(0)
     if [len(x.shape) for x in drawn.inputs] != [len(x.shape) for x in call.inputs]:
         raise NotProbed("the inputs that it is probed with are not those of the call")
     values = zip((*drawn.inputs, *drawn.outputs), (*call.inputs, *call.outputs), strict=True)
     pairs = [(small, real) for small, real in values if len(small.shape) == len(real.shape)]
-    real = {one: other for x, y in pairs for one, other in zip(x.shape, y.shape, strict=True)}
+    real = {small: other for x, y in pairs for small, other in zip(x.shape, y.shape, strict=True)}
     inputs, outputs = (
         tuple(replace(x, gradient=y.gradient) for x, y in zip(ours, theirs, strict=True))
         for ours, theirs in ((drawn.inputs, call.inputs), (drawn.outputs, call.outputs))
     )
-    return Sample(Call(drawn.op, inputs, outputs), real, provided=draw)
+    return Sample(OpCall(drawn.op, inputs, outputs), real, provided=draw)
 
 
-def _tries(call: Call, elements: int) -> Iterator[Sample]:
+def _tries(call: OpCall, elements: int) -> Iterator[Sample]:
     sizes = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
     for kind, wide in KINDS:
         same = Sample(call, {size: size for size in sizes}, kind, wide)
@@ -143,7 +143,7 @@ def numbers(op: Op) -> Iterator[tuple[str, int]]:
         if type(value) is int:
             yield name, value
         elif isinstance(value, tuple):
-            yield from ((f"{name}.{at}", held) for at, held in enumerate(value) if type(held) is int)
+            yield from ((f"{name}.{at}", item) for at, item in enumerate(value) if type(item) is int)
 
 
 def with_numbers(op: Op, changes: dict[str, int]) -> Op:
@@ -152,41 +152,43 @@ def with_numbers(op: Op, changes: dict[str, int]) -> Op:
     for path, number in changes.items():
         name, _, at = path.partition(".")
         if at:
-            held = list(arguments[name])
-            held[int(at)] = number
-            arguments[name] = tuple(held)
+            items = list(arguments[name])
+            items[int(at)] = number
+            arguments[name] = tuple(items)
         else:
             arguments[name] = number
     return replace(op, arguments=tuple(arguments.items()))
 
 
-def _images(call: Call) -> dict[int, int]:
+def _images(call: OpCall) -> dict[int, int]:
     """A small size for every size and number: products stay products, and what is larger stays larger."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
-    given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
-    image = {size: size for size in (*dims, *given) if size <= 3}
+    named = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    image = {size: size for size in (*dims, *named) if size <= 3}
     top = 3
-    for size in sorted((dims | given) - set(image)):
-        factors = [held for held in sorted(image, reverse=True) if held > 1 and size % held == 0]
-        unit = next((image[held] for held in factors if held in given and held > 3), 1)  # groups divide the channels
-        pairs = (image[held] * image[size // held] for held in factors if size // held in image)
-        found = next((pair for pair in pairs if pair > top and pair % unit == 0), 0)
-        image[size] = top = found or unit * (top // unit + 1)
+    for size in sorted((dims | named) - set(image)):
+        factors = [factor for factor in sorted(image, reverse=True) if factor > 1 and size % factor == 0]
+        unit = next(
+            (image[factor] for factor in factors if factor in named and factor > 3), 1
+        )  # groups divide the channels
+        pairs = (image[factor] * image[size // factor] for factor in factors if size // factor in image)
+        larger = next((pair for pair in pairs if pair > top and pair % unit == 0), 0)
+        image[size] = top = larger or unit * (top // unit + 1)
     return {size: min(size, small) for size, small in image.items()}
 
 
-def _mapped(call: Call, image: dict[int, int], kind: str, wide: bool) -> Sample:
+def _mapped(call: OpCall, image: dict[int, int], kind: str, wide: bool) -> Sample:
     def small(value: Value) -> Value:
         return replace(value, shape=tuple(image[size] for size in value.shape))
 
     op = with_numbers(call.op, {path: image[number] for path, number in numbers(call.op) if number in image})
-    mapped = Call(op, tuple(map(small, call.inputs)), tuple(map(small, call.outputs)))
+    mapped = OpCall(op, tuple(map(small, call.inputs)), tuple(map(small, call.outputs)))
     return Sample(mapped, {small: size for size, small in image.items()}, kind, wide)
 
 
-def _alike(made: Sequence[Tensor], outputs: Sequence[Value]) -> bool:
+def _alike(results: Sequence[Tensor], outputs: Sequence[Value]) -> bool:
     """Whether as many tensors come out as in the real call, with as many dims, the same of them of size 1."""
-    return [[size == 1 for size in x.shape] for x in made] == [[size == 1 for size in y.shape] for y in outputs]
+    return [[size == 1 for size in x.shape] for x in results] == [[size == 1 for size in y.shape] for y in outputs]
 
 
 def _safe_top(inputs: Sequence[Value]) -> int:

@@ -21,8 +21,20 @@ from itertools import combinations, islice, product
 import torch
 from torch import Tensor
 
-from ..layout import Axis, Block, Cut, Layout, Mesh, Partial, Reduction, make_cut, make_layout, share, whole
-from .check import AXIS, Run, apart, difference, mesh_of, parts_of, piece
+from ..layout import (
+    Axis,
+    Block,
+    Layout,
+    Mesh,
+    Partial,
+    Reduction,
+    Shard,
+    chunk_bounds,
+    make_layout,
+    make_shard,
+    replicated,
+)
+from .check import AXIS, Run, apart, difference, local_value, mesh_of, parts_of
 from .samples import NotProbed, Sample, numbers, with_numbers
 
 Place = tuple[int, Block]
@@ -33,7 +45,7 @@ TRIES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class ProbedSplit:
     """One way to split the op at the sizes of the sample. `shares` are the arguments that shrink with it."""
 
     units: int
@@ -44,40 +56,40 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeResult:
     """What the search found: splits, and groups of inputs in which the op is linear."""
 
-    splits: tuple[Split, ...]
+    splits: tuple[ProbedSplit, ...]
     linear: tuple[tuple[int, ...], ...]
 
 
-def search(sample: Sample, run: Run) -> Found:
+def search(sample: Sample, run: Run) -> ProbeResult:
     """All splits of the sample's op that recombine, forward."""
     with torch.no_grad():
-        return _Search(sample, run).found()
+        return _Probe(sample, run).result()
 
 
-class _Search:
+class _Probe:
     def __init__(self, sample: Sample, run: Run) -> None:
         self.op, self.call, self.run = sample.call.op, sample.call, run
-        self.given, self.other = sample.draw(1), sample.draw(2)
-        before = [x.clone() for x in self.given]
-        self.made = list(run(self.op, self.given))
+        self.inputs, self.other = sample.draw(1), sample.draw(2)
+        before = [x.clone() for x in self.inputs]
+        self.outputs = list(run(self.op, self.inputs))
         again = run(self.op, before)
-        if any(difference(x, y) for x, y in zip(self.given, before, strict=True)):
+        if any(difference(x, y) for x, y in zip(self.inputs, before, strict=True)):
             raise NotProbed("it changes its inputs")
-        if any(_differ(x, y) for x, y in zip(self.made, again, strict=True)):
+        if any(_differ(x, y) for x, y in zip(self.outputs, again, strict=True)):
             raise NotProbed("it gives another result each time")
-        self.shapes = [tuple(x.shape) for x in self.given]
-        self.results = [tuple(x.shape) for x in self.made]
+        self.shapes = [tuple(x.shape) for x in self.inputs]
+        self.results = [tuple(x.shape) for x in self.outputs]
         self.arguments = dict(numbers(self.op))
-        self.splits: list[Split] = []
+        self.splits: list[ProbedSplit] = []
         self.tried: set[object] = set()
         self.blocks = False  # whether parts of dims are looked at yet
         self.touched: dict[tuple[int, Place], list[list[Tensor]]] = {}
         self.masks: dict[Block, Tensor] = {}
 
-    def found(self) -> Found:
+    def result(self) -> ProbeResult:
         """Whole dims first, then the blocks that are left, large ones first."""
         sizes = {size for shape in (*self.shapes, *self.results) for size in shape if size > 1}
         top = max(sizes, default=1)
@@ -93,7 +105,7 @@ class _Search:
         for at, shape in enumerate(self.results):
             for dim, size in enumerate(shape):
                 self._stretched(at, dim, size)
-        return Found(tuple(self.splits), self._linear())
+        return ProbeResult(tuple(self.splits), self._linear())
 
     # Outputs that have the units: by concatenation.
 
@@ -126,7 +138,7 @@ class _Search:
         places = [
             place for place in self._places(self.results[out], units, len(self.shapes) + out)
             if self._is_free(len(self.shapes) + out, place)
-            and all(held is None or self._depends_alike(k, held, out, place) for k, held in enumerate(inputs))
+            and all(own is None or self._depends_alike(k, own, out, place) for k, own in enumerate(inputs))
         ]  # fmt: skip
         return like if like in places else places[0] if places else None
 
@@ -137,33 +149,33 @@ class _Search:
         first = self._mask(block)
         along = [self.touched[k, place][half][out] for half in (0, 1)]
         rest = [at for at in range(along[0].ndim) if at != dim]
-        one, two = (x.any(rest) if rest else x for x in along)
-        return not bool((one & ~first).any()) and not bool((two & first).any())
+        upper, lower = (x.any(rest) if rest else x for x in along)
+        return not bool((upper & ~first).any()) and not bool((lower & first).any())
 
     def _touch(self, k: int, place: Place) -> list[list[Tensor]]:
         """For each half of a place which elements of every output change with it."""
         dim, block = place
-        x = self.given[k]
+        x = self.inputs[k]
         first = self._mask(block).view([-1 if at == dim else 1 for at in range(x.ndim)])
-        found: list[list[Tensor]] = []
+        touched: list[list[Tensor]] = []
         for half in (first, ~first):
-            changed = [torch.where(half, _another(x, self.other[k]), x) if at == k else held.clone()
-                       for at, held in enumerate(self.given)]  # fmt: skip
+            changed = [torch.where(half, _another(x, self.other[k]), x) if at == k else tensor.clone()
+                       for at, tensor in enumerate(self.inputs)]  # fmt: skip
             try:
-                made = self.run(self.op, changed)
+                results = self.run(self.op, changed)
             except Exception:  # it refuses the numbers: as if everything depended on them
-                made = ()
-            if [tuple(y.shape) for y in made] != self.results:
-                found.append([torch.ones_like(y, dtype=torch.bool) for y in self.made])
+                results = ()
+            if [tuple(y.shape) for y in results] != self.results:
+                touched.append([torch.ones_like(y, dtype=torch.bool) for y in self.outputs])
             else:
-                found.append([_changed(y, z) for y, z in zip(self.made, made, strict=True)])
-        return found
+                touched.append([_changed(y, z) for y, z in zip(self.outputs, results, strict=True)])
+        return touched
 
     def _mask(self, block: Block) -> Tensor:
         """The elements of a dim that the first of two pieces has."""
         if block not in self.masks:
             mask = torch.zeros(block.elements, dtype=torch.bool)
-            for start, length in Cut(axis=AXIS, blocks=(block,)).spans(2, 0):
+            for start, length in Shard(axis=AXIS, blocks=(block,)).spans(2, 0):
                 mask[start : start + length] = True
             self.masks[block] = mask
         return self.masks[block]
@@ -178,7 +190,9 @@ class _Search:
         ]
         if not any(place[1].outer == place[1].inner == 1 for places in open_ for place in places):
             return False
-        sets = sorted(product(*([None, *places] for places in open_)), key=lambda one: sum(x is None for x in one))
+        sets = sorted(
+            product(*([None, *places] for places in open_)), key=lambda option: sum(x is None for x in option)
+        )
         kinds: tuple[Reduction, ...] = ("sum", "max", "min")
         if any(value.gradient for value in self.call.outputs):
             kinds = ("sum",)
@@ -191,9 +205,11 @@ class _Search:
 
     def _biases(self, inputs: Sequence[Place | None], kind: Reduction) -> Iterator[frozenset[int]]:
         yield frozenset()
-        whole_ = [k for k, place in enumerate(inputs) if place is None and self.given[k].is_floating_point()]
+        unsplit = [k for k, place in enumerate(inputs) if place is None and self.inputs[k].is_floating_point()]
         if kind == "sum":
-            yield from (frozenset(some) for count in range(1, len(whole_) + 1) for some in combinations(whole_, count))
+            yield from (
+                frozenset(some) for count in range(1, len(unsplit) + 1) for some in combinations(unsplit, count)
+            )
 
     def _stretched(self, out: int, dim: int, size: int) -> None:
         """A dim that an argument makes, and no input has."""
@@ -213,19 +229,19 @@ class _Search:
                 outers = (outer for outer in range(1, rest + 1) if rest % outer == 0)
                 yield from ((dim, Block(outer, units, rest // outer)) for outer in outers)
 
-    def _held(self, tensor: int, dim: int) -> list[Block]:
+    def _blocks(self, tensor: int, dim: int) -> list[Block]:
         """The blocks of a dim that splits have taken; outputs are counted after the inputs."""
         every = [(*split.inputs, *split.outputs)[tensor] for split in self.splits]
         return [place[1] for place in every if isinstance(place, tuple) and place[0] == dim]
 
     def _is_covered(self, tensor: int, dim: int, size: int) -> bool:
-        for block in self._held(tensor, dim):
+        for block in self._blocks(tensor, dim):
             size //= block.size
         return size == 1
 
     def _is_free(self, tensor: int, place: Place) -> bool:
         dim, block = place
-        return all(_nested(block, held) or _nested(held, block) for held in self._held(tensor, dim))
+        return all(_nested(block, other) or _nested(other, block) for other in self._blocks(tensor, dim))
 
     # Trying.
 
@@ -241,7 +257,7 @@ class _Search:
             return False
         self.tried.add((inputs, outputs, added))
         for shares in islice(self._shares(units, inputs, outputs), TRIES):
-            split = Split(units=units, inputs=inputs, outputs=outputs, added=added, shares=shares)
+            split = ProbedSplit(units=units, inputs=inputs, outputs=outputs, added=added, shares=shares)
             if self._holds(split, parts_of(units)[-1]):
                 self.splits.append(split)
                 return True
@@ -257,46 +273,47 @@ class _Search:
         for count in range(1, len(able) + 1):
             yield from combinations(able, count)
 
-    def _holds(self, split: Split, parts: int) -> bool:
+    def _holds(self, split: ProbedSplit, parts: int) -> bool:
         mesh = mesh_of(parts)
         inputs = [
             layout_of(place, x.ndim, mesh, "sum" if k in split.added else None)
-            for k, (place, x) in enumerate(zip(split.inputs, self.given, strict=True))
+            for k, (place, x) in enumerate(zip(split.inputs, self.inputs, strict=True))
         ]
-        outputs = [layout_of(place, y.ndim, mesh) for place, y in zip(split.outputs, self.made, strict=True)]
+        outputs = [layout_of(place, y.ndim, mesh) for place, y in zip(split.outputs, self.outputs, strict=True)]
         ranks: list[Sequence[Tensor]] = []
         for index in range(parts):
-            mine = share(split.units, parts, index)[1]
+            mine = chunk_bounds(split.units, parts, index)[1]
             op = with_numbers(self.op, {path: self.arguments[path] // split.units * mine for path in split.shares})
-            local = [piece(x, layout, mesh, index) for x, layout in zip(self.given, inputs, strict=True)]
+            local = [local_value(x, layout, mesh, index) for x, layout in zip(self.inputs, inputs, strict=True)]
             try:
                 ranks.append(self.run(op, local))
             except Exception:  # it can't run on such pieces, and may say so in any way
                 return False
-            if len(ranks[-1]) != len(self.made):
+            if len(ranks[-1]) != len(self.outputs):
                 return False
         return not any(
-            apart([made[at] for made in ranks], self.made[at], layout, mesh) for at, layout in enumerate(outputs)
+            apart([results[at] for results in ranks], self.outputs[at], layout, mesh)
+            for at, layout in enumerate(outputs)
         )
 
     # Linearity.
 
     def _linear(self) -> tuple[tuple[int, ...], ...]:
         """Inputs in which the op is linear: each by itself, then several jointly."""
-        floats = [k for k, x in enumerate(self.given) if x.is_floating_point() or x.is_complex()]
-        if not all(y.is_floating_point() or y.is_complex() for y in self.made):
+        floats = [k for k, x in enumerate(self.inputs) if x.is_floating_point() or x.is_complex()]
+        if not all(y.is_floating_point() or y.is_complex() for y in self.outputs):
             return ()
-        found: list[tuple[int, ...]] = []
+        groups: list[tuple[int, ...]] = []
         for count in range(1, len(floats) + 1):
-            rest = [k for k in floats if not any(k in group for group in found)]
+            rest = [k for k in floats if not any(k in group for group in groups)]
             for group in islice(combinations(rest, count), TRIES):
-                if not any(k in held for held in found for k in group) and self._is_linear(group):
-                    found.append(group)
-        return tuple(sorted(found))
+                if not any(k in other for other in groups for k in group) and self._is_linear(group):
+                    groups.append(group)
+        return tuple(sorted(groups))
 
     def _is_linear(self, group: Sequence[int]) -> bool:
         a, b = 2.0, -0.5
-        pairs = list(enumerate(zip(self.given, self.other, strict=True)))
+        pairs = list(enumerate(zip(self.inputs, self.other, strict=True)))
         other = [y if k in group else x for k, (x, y) in pairs]
         mixed = [a * x + b * y if k in group else x for k, (x, y) in pairs]
         try:
@@ -305,7 +322,7 @@ class _Search:
             return False
         return all(
             x.shape == y.shape == z.shape and not difference(z, a * x + b * y)
-            for x, y, z in zip(self.made, two, both, strict=True)
+            for x, y, z in zip(self.outputs, two, both, strict=True)
         )
 
 
@@ -313,10 +330,10 @@ def layout_of(place: Place | Reduction | None, rank: int, mesh: Mesh, partial: R
     """The layout of a tensor in a split."""
     if isinstance(place, tuple):
         dim, block = place
-        cut = make_cut(Axis(name=AXIS, size=mesh.size), (block,))
-        return make_layout([[cut] if at == dim else [] for at in range(rank)])
+        shard = make_shard(Axis(name=AXIS, size=mesh.size), (block,))
+        return make_layout([[shard] if at == dim else [] for at in range(rank)])
     kind = place or partial
-    return whole(rank) if kind is None else whole(rank).with_placement(AXIS, Partial(kind))
+    return replicated(rank) if kind is None else replicated(rank).with_placement(AXIS, Partial(kind))
 
 
 def _rest(place: Place | Reduction | None) -> int:

@@ -19,8 +19,8 @@ import torch
 
 from ..errors import LoweringError, raise_all
 from ..ir import Op
-from ..rules import FAN, ROWS, Analysis, Call, Rule, analyse, find_rule
-from ..rules.kept import OPAQUE
+from ..rules import FAN, ROWS, Analysis, OpCall, Rule, analyse, find_rule
+from ..rules.user_calls import OPAQUE
 from .check import WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
@@ -33,19 +33,19 @@ _TRIED: dict[Any, str] = {}  # what is wrong with a split; nothing for one that 
 Choices = Mapping[str, Mapping[str, str]]
 
 
-def check_splits(facts: Analysis, choices: Iterable[Choices]) -> None:
+def check_splits(analysis: Analysis, choices: Iterable[Choices]) -> None:
     """Raise if a split that a plan chooses does not give what the whole op gives."""
     faults: dict[str, Op] = {}
-    ops = {op.name: op for op in facts.graph.ops}
+    ops = {op.name: op for op in analysis.graph.ops}
     with _ONE_AT_A_TIME:
         for chosen in choices:
             for name, picked in chosen.items():
-                signature = facts.signatures.get(name)
+                signature = analysis.signatures.get(name)
                 if signature is None or signature.rule is None or name not in ops:
                     continue
                 labels = {role.name: role.label for role in signature.roles}
                 for choice in {labels.get(how, how) for how in picked.values()} - {FAN, ""}:
-                    fault = _fault(facts, ops[name], signature.rule, choice)
+                    fault = _fault(analysis, ops[name], signature.rule, choice)
                     if fault:
                         faults.setdefault(fault, ops[name])
     raise_all(
@@ -56,18 +56,18 @@ def check_splits(facts: Analysis, choices: Iterable[Choices]) -> None:
     )
 
 
-def _fault(facts: Analysis, op: Op, rule: Rule, choice: str) -> str:
-    values = [facts.graph.values[name] for name in (*op.inputs, *op.outputs)]
+def _fault(analysis: Analysis, op: Op, rule: Rule, choice: str) -> str:
+    values = [analysis.graph.values[name] for name in (*op.inputs, *op.outputs)]
     shapes = tuple((value.shape, value.dtype, value.gradient) for value in values)
     arguments = tuple((name, repr(value) if isinstance(value, dict) else value) for name, value in op.arguments)
     key = (op.target, arguments, op.autocast, op.no_grad, shapes, choice)
     if key not in _TRIED:
         inputs = len(op.inputs)
-        _TRIED[key] = _try(Call(op, tuple(values[:inputs]), tuple(values[inputs:])), rule, choice)
+        _TRIED[key] = _try(OpCall(op, tuple(values[:inputs]), tuple(values[inputs:])), rule, choice)
     return _TRIED[key]
 
 
-def _try(call: Call, rule: Rule, choice: str) -> str:
+def _try(call: OpCall, rule: Rule, choice: str) -> str:
     if any(word in call.op.target for word in (*UNCHECKED, *UNDEFINED, OPAQUE)) or not call.inputs:
         return ""
 
@@ -85,14 +85,14 @@ def _try(call: Call, rule: Rule, choice: str) -> str:
 
 
 def _judge(sample: Sample, choice: str) -> str:
-    facts = analyse(one_op(sample.call))
-    (op,) = facts.graph.ops
-    role = next((role for role in facts.signatures[op.name].roles if role.label == choice), None)
+    analysis = analyse(one_op(sample.call))
+    (op,) = analysis.graph.ops
+    role = next((role for role in analysis.signatures[op.name].roles if role.label == choice), None)
     if role is None and ROWS not in choice:
         return ""
     for parts in parts_of(3 if role is None else role.size)[:1]:
         try:
-            check_role(facts, op, choice if role is None else role.name, parts, sample.draw(3), careful(run_known))
+            check_role(analysis, op, choice if role is None else role.name, parts, sample.draw(3), careful(run_known))
         except WrongSplit as error:
-            return error.said
+            return error.details
     return ""

@@ -12,25 +12,25 @@ from dataclasses import replace
 from itertools import chain, count
 
 from ..layout import Block
-from ..rules import Call, Rule, parse
+from ..rules import OpCall, Rule, parse
 from ..rules.registry import letters
 from .samples import Sample, numbers
-from .search import Found, Split
+from .search import ProbedSplit, ProbeResult
 
 
 class Wording:
     """A rule being written. `names` are the letters of the splits that are in it."""
 
-    def __init__(self, found: Found, call: Call, sample: Sample) -> None:
-        self.found, self.call, self.sample = found, call, sample
+    def __init__(self, result: ProbeResult, call: OpCall, sample: Sample) -> None:
+        self.result, self.call, self.sample = result, call, sample
         self.shapes = [value.shape for value in (*call.inputs, *call.outputs)]
         self.small = [value.shape for value in (*sample.call.inputs, *sample.call.outputs)]
-        splits = sorted(found.splits, key=_first_place)
+        splits = sorted(result.splits, key=_first_place)
         while wrong := self._misfits(splits):
             splits.remove(wrong[0])
         self.names = dict(zip(splits, letters(len(splits)), strict=True))
         self.sizes = {name: self._size(split) for split, name in self.names.items()}
-        self.whole: dict[tuple[int, int, int], str] = {}  # what can't be split: (tensor, dim, factor) -> letter
+        self.unsplit: dict[tuple[int, int, int], str] = {}  # what can't be split: (tensor, dim, factor) -> letter
         self.spare = chain(letters(26)[len(splits) :], (f"y{at}" for at in count()))
 
     def rule(self) -> Rule:
@@ -43,102 +43,102 @@ class Wording:
                 local[path] = (*local.get(path, ()), name)
         return replace(parse(text), local=local, probed=True).with_sizes(self.sizes)
 
-    def _size(self, split: Split) -> int:
+    def _size(self, split: ProbedSplit) -> int:
         """The size of a label in the real call: that of a dim it is all of, of an argument, or what others leave."""
         return self._own_size(split) or self._left_size(split)
 
-    def _own_size(self, split: Split) -> int:
+    def _own_size(self, split: ProbedSplit) -> int:
         for tensor, place in enumerate((*split.inputs, *split.outputs)):
             if isinstance(place, tuple) and place[1].elements == split.units:
                 return self.shapes[tensor][place[0]]
         small, real = dict(numbers(self.sample.call.op)), dict(numbers(self.call.op))
-        given = (real[path] for path in split.shares if small[path] == split.units)
-        return next(given, self.sample.real.get(split.units, 0))
+        named = (real[path] for path in split.shares if small[path] == split.units)
+        return next(named, self.sample.real.get(split.units, 0))
 
-    def _left_size(self, split: Split) -> int:
+    def _left_size(self, split: ProbedSplit) -> int:
         """What is left of a dim for a label beside others that have sizes of their own; 0 if that can't be told."""
         for tensor, place in enumerate((*split.inputs, *split.outputs)):
             if isinstance(place, tuple):
-                beside = [one for _, one in self._held(self.found.splits, tensor, place[0]) if one != split]
-                taken = math.prod(self._own_size(one) for one in beside)
-                tiled = math.prod(one.units for one in (split, *beside)) == self.small[tensor][place[0]]
-                if tiled and taken and self.shapes[tensor][place[0]] % taken == 0:
-                    return self.shapes[tensor][place[0]] // taken
+                others = [other for _, other in self._splits_on(self.result.splits, tensor, place[0]) if other != split]
+                product = math.prod(self._own_size(other) for other in others)
+                tiled = math.prod(other.units for other in (split, *others)) == self.small[tensor][place[0]]
+                if tiled and product and self.shapes[tensor][place[0]] % product == 0:
+                    return self.shapes[tensor][place[0]] // product
         return 0
 
-    def _misfits(self, splits: Sequence[Split]) -> list[Split]:
+    def _misfits(self, splits: Sequence[ProbedSplit]) -> list[ProbedSplit]:
         """The splits on a dim that they don't tile, the most entangled one first."""
         for tensor, shape in enumerate(self.shapes):
             for dim in range(len(shape)):
-                held = self._held(splits, tensor, dim)
-                if held and self._factors(tensor, dim, held) is None:
-                    return [split for _, split in sorted(held, key=lambda one: -one[0].outer * one[0].inner)]
+                pairs = self._splits_on(splits, tensor, dim)
+                if pairs and self._factors(tensor, dim, pairs) is None:
+                    return [split for _, split in sorted(pairs, key=lambda pair: -pair[0].outer * pair[0].inner)]
         return []
 
-    def _held(self, splits: Sequence[Split], tensor: int, dim: int) -> list[tuple[Block, Split]]:
+    def _splits_on(self, splits: Sequence[ProbedSplit], tensor: int, dim: int) -> list[tuple[Block, ProbedSplit]]:
         """The splits on a dim, outermost first."""
         places = ((*split.inputs, *split.outputs)[tensor] for split in splits)
-        held = [(place[1], split) for place, split in zip(places, splits, strict=True)
+        pairs = [(place[1], split) for place, split in zip(places, splits, strict=True)
                 if isinstance(place, tuple) and place[0] == dim]  # fmt: skip
-        return sorted(held, key=lambda one: one[0].outer)
+        return sorted(pairs, key=lambda pair: pair[0].outer)
 
     def _factors(
-        self, tensor: int, dim: int, held: Sequence[tuple[Block, Split]]
-    ) -> list[tuple[Split | None, int]] | None:
+        self, tensor: int, dim: int, pairs: Sequence[tuple[Block, ProbedSplit]]
+    ) -> list[tuple[ProbedSplit | None, int]] | None:
         """What a real dim is a product of, outermost first; None if it is not one."""
         small, size = self.small[tensor][dim], self.shapes[tensor][dim]
-        found: list[tuple[Split | None, int]] = []
+        factors: list[tuple[ProbedSplit | None, int]] = []
         at = 1
-        for block, split in held:
-            found += [(None, block.outer // at), (split, self._size(split))]
+        for block, split in pairs:
+            factors += [(None, block.outer // at), (split, self._size(split))]
             at = block.outer * block.size
-        found = [(split, real) for split, real in (*found, (None, small // at)) if split or real != 1]
-        gaps = [gap for split, gap in found if split is None]
-        taken = math.prod(real for split, real in found if split is not None)
-        if not taken or size % taken:
+        factors = [(split, real) for split, real in (*factors, (None, small // at)) if split or real != 1]
+        gaps = [gap for split, gap in factors if split is None]
+        product = math.prod(real for split, real in factors if split is not None)
+        if not product or size % product:
             return None
-        fills = [size // taken] if len(gaps) == 1 else [self.sample.real.get(gap, 0) for gap in gaps]
-        if math.prod(fills) * taken != size:
+        fills = [size // product] if len(gaps) == 1 else [self.sample.real.get(gap, 0) for gap in gaps]
+        if math.prod(fills) * product != size:
             return None
         fill = iter(fills)
-        return [(split, real if split is not None else next(fill)) for split, real in found]
+        return [(split, real if split is not None else next(fill)) for split, real in factors]
 
     def _term(self, tensor: int) -> str:
         words = [self._dim(tensor, dim) for dim in range(len(self.shapes[tensor]))]
         if tensor < len(self.call.inputs):
             if any(tensor in split.added for split in self.names):
                 words.append("&")
-            words += [f"~{number}" for number, group in enumerate(self.found.linear, 1) if tensor in group]
+            words += [f"~{number}" for number, group in enumerate(self.result.linear, 1) if tensor in group]
         return " ".join(words)
 
     def _dim(self, tensor: int, dim: int) -> str:
-        held = self._held(list(self.names), tensor, dim)
-        if not held:
+        pairs = self._splits_on(list(self.names), tensor, dim)
+        if not pairs:
             size = self.shapes[tensor][dim]
-            return "1" if size == 1 else self._whole(tensor, dim, 0, size)
+            return "1" if size == 1 else self._unsplit(tensor, dim, 0, size)
         words = []
-        for at, (split, real) in enumerate(self._factors(tensor, dim, held) or ()):
-            words.append(self._whole(tensor, dim, at, real) if split is None else self._label(split, tensor))
+        for at, (split, real) in enumerate(self._factors(tensor, dim, pairs) or ()):
+            words.append(self._unsplit(tensor, dim, at, real) if split is None else self._label(split, tensor))
         return words[0] if len(words) == 1 else f"({' '.join(words)})"
 
-    def _label(self, split: Split, tensor: int) -> str:
+    def _label(self, split: ProbedSplit, tensor: int) -> str:
         joined = split.outputs[0]
         if tensor >= len(self.call.inputs) or not isinstance(joined, str):
             return self.names[split]
         return f"{self.names[split]}+{'' if joined == 'sum' else joined}"
 
-    def _whole(self, tensor: int, dim: int, at: int, size: int) -> str:
+    def _unsplit(self, tensor: int, dim: int, at: int, size: int) -> str:
         """What can't be split is a letter, the same in an output whose dim is made as that of the first input."""
         splits = list(self.names)
         alike = tensor >= len(self.call.inputs) and self.shapes[tensor] == self.shapes[0]
-        alike = alike and self._held(splits, tensor, dim) == self._held(splits, 0, dim)
+        alike = alike and self._splits_on(splits, tensor, dim) == self._splits_on(splits, 0, dim)
         key = (0 if alike else tensor, dim, at)
-        if key not in self.whole:
-            self.whole[key] = next(self.spare)
-            self.sizes[self.whole[key]] = size
-        return f"{self.whole[key]}^"
+        if key not in self.unsplit:
+            self.unsplit[key] = next(self.spare)
+            self.sizes[self.unsplit[key]] = size
+        return f"{self.unsplit[key]}^"
 
 
-def _first_place(split: Split) -> tuple[int, int, int]:
+def _first_place(split: ProbedSplit) -> tuple[int, int, int]:
     places = enumerate(chain(split.inputs, split.outputs))
     return min((at, place[0], place[1].outer) for at, place in places if isinstance(place, tuple))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..compile import skeleton_of
+from ..compile import copy_to_meta
 from ..ir import Graph, Op, Value
 
 LOOKED_UP: dict[str, tuple[str, int]] = {
@@ -65,8 +65,8 @@ def graph_input(graph: Graph, value: Value, known: Tensor | None, generator: tor
         return torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
     top = lookup_size(graph, value.name)
     if known is not None and _covers(known, value) and bool((known != known.flatten()[0]).any()):
-        cut = cut_down(known, value.shape).to(dtype)
-        return torch.where(cut >= top, cut % top, cut) if top is not None and dtype is not torch.bool else cut
+        shard = cut_down(known, value.shape).to(dtype)
+        return torch.where(shard >= top, shard % top, shard) if top is not None and dtype is not torch.bool else shard
     if top is None or dtype is torch.bool:
         return torch.ones(value.shape, dtype=dtype)
     return torch.randint(top, value.shape, generator=generator).to(dtype)
@@ -111,7 +111,7 @@ def module_of(
     generator = torch.Generator().manual_seed(seed)
     root: nn.Module = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
     for path, before in paths.items():
-        _place(root, path, skeleton_of(original.get_submodule(before)))  # a copy: the user's is not changed
+        _place(root, path, copy_to_meta(original.get_submodule(before)))  # a copy: the user's is not changed
     known = dict(original.named_buffers(remove_duplicate=False))
     for source in graph.parameters:
         weights = nn.Parameter(parameter(graph.values[source.value], generator), requires_grad=source.trainable)

@@ -227,7 +227,7 @@ def _without(decided: Decided, gone: set[str], values: Mapping[str, str], rename
     there = {name for op in ops for name in op.outputs} | {source.value for source in graph.inputs}
     there |= {parameter.value for parameter in parameters} | {buffer.value for buffer in buffers}
     small = replace(
-        graph, ops=ops, outputs=outputs, parameters=parameters, buffers=buffers, given=None,
+        graph, ops=ops, outputs=outputs, parameters=parameters, buffers=buffers, returned=None,
         values={name: value for name, value in graph.values.items() if name in there},
     )  # fmt: skip
     recompute = dict.fromkeys((rename(path), stage) for path, stage in decided.recompute)

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Captured, capture, cast, casting, find_opaque
-from ..compile import Outputs, skeleton_of
+from ..capture import CapturedGraph, capture, cast, casting, find_opaque
+from ..compile import Outputs, copy_to_meta
 from ..errors import InputError, NonFiniteError
 from ..plan import Plan
 from ..plan.file import load as load_plan
@@ -37,7 +37,7 @@ from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import TOLERANCE, Report, largest
 from ..verify.original import Original
-from ..verify.parity import Reference, arguments_of, hold, ranks_of
+from ..verify.parity import Reference, arguments_of, compare_plan, ranks_of
 from ..verify.run import OPTIMIZERS, MakeOptimizer, follow
 from .result import Rehearsal
 from .small import SmallPlan, shrink
@@ -82,9 +82,9 @@ def _run(
 ) -> Report:  # fmt: skip
     """Train the small graph on one device and under its plan."""
     reference = _reference(small, optimizer, steps)
-    return hold(
-        reference, small.plan, said=name, count=small.plan.size, limit=TOLERANCE[torch.float64], directory=directory,
-        method="threads", timeout=timeout,
+    return compare_plan(
+        reference, small.plan, plan_name=name, count=small.plan.size, limit=TOLERANCE[torch.float64],
+        directory=directory, method="threads", timeout=timeout,
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> 
         finite = all(bool(tensor.isfinite().all()) for tensor in every if tensor is not None)
         if finite and largest(every) < BOUND:
             slow = f"trained with a learning rate of {rate}: larger ones leave all bounds" if rate < RATES[0] else ""
-            return Reference(side=side, run=run, checks=(), said=slow)
+            return Reference(side=side, run=run, checks=(), note=slow)
     raise NonFiniteError(
         f"{small.graph.name} does not train for {steps} steps from the random values of a rehearsal: outputs, "
         f"gradients or parameters are not finite, or beyond {BOUND:.0e}; pass steps=1 or another optimizer"
@@ -119,14 +119,14 @@ def _sgd(rate: float, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def _read(
     plan: PlanLike, model: nn.Module, example: Any, precision: PrecisionLike, outputs: Outputs, size: int | None,
     opaque: Literal["marked", "auto"],
-) -> tuple[Plan, Captured]:  # fmt: skip
+) -> tuple[Plan, CapturedGraph]:  # fmt: skip
     """The plan, and the call that it is for."""
     if plan == "auto":
         raise InputError('rehearse takes a plan that is made: a file, a Plan, or a string such as "dp=64,tp=8"; '
                          "make one with shardwright plan -o plan.json")  # fmt: skip
     exact = read_precision(_precision_of(plan) if precision is None else precision)
     args, kwargs = arguments_of(example)
-    skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)
+    skeleton = find_opaque(cast(copy_to_meta(model), exact), opaque)
     if not skeleton.training:
         skeleton.train()
     with casting(skeleton, exact):
@@ -138,8 +138,8 @@ def _read(
         return load_plan(plan, graph), captured
     if isinstance(plan, Plan):
         return plan, captured
-    facts = analyse(graph, probing(captured.functions))
-    return make_plan(graph, facts, plan, size or ranks_of(plan)), captured
+    analysis = analyse(graph, probing(captured.functions))
+    return make_plan(graph, analysis, plan, size or ranks_of(plan)), captured
 
 
 def _precision_of(plan: PlanLike) -> str | None:
@@ -154,7 +154,7 @@ def _precision_of(plan: PlanLike) -> str | None:
     return next((name for name in names if name in NAMED), None)
 
 
-def _ordered(captured: Captured, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _ordered(captured: CapturedGraph, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call in the order in which they were captured."""
     args, kwargs = arguments_of(example)
     return args, {name: kwargs[name] for name in captured.keywords}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ParityError, raise_all
-from ..lower import Program
+from ..lower import LoweredProgram
 from ..verify import Report
 from ..verify.measure import render
 from .layers import KeptLayers
@@ -80,7 +80,7 @@ class Rehearsal:
         return render(self)
 
 
-def collectives_of(programs: Iterable[Program]) -> Collectives:
+def collectives_of(programs: Iterable[LoweredProgram]) -> Collectives:
     """The changes of layout that programs have, by kind and axes."""
     counts: Counter[tuple[str, str]] = Counter()
     for program in programs:
@@ -90,7 +90,7 @@ def collectives_of(programs: Iterable[Program]) -> Collectives:
     return dict(counts)
 
 
-def structure_of(program: Program) -> list[str]:
+def structure_of(program: LoweredProgram) -> list[str]:
     """What a program does, without sizes: its ops and converters, in order."""
     lines = []
     for op in program.body:
@@ -99,7 +99,7 @@ def structure_of(program: Program) -> list[str]:
     return lines
 
 
-def differences(real: Sequence[Program], small: Sequence[Program]) -> list[str]:
+def differences(real: Sequence[LoweredProgram], small: Sequence[LoweredProgram]) -> list[str]:
     """Where two rows of programs differ in what they do, the first place of each."""
     lines = []
     for number, pair in enumerate(zip(real, small, strict=True)):

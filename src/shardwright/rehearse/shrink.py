@@ -17,12 +17,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..capture import Function
+from ..capture import ImportedFunction
 from ..capture.interpret import run_op
 from ..errors import PlanError
 from ..ir import Dtype, Graph, Op, Value, check
 from ..rules import Analysis
-from ..rules.kept import OPAQUE
+from ..rules.user_calls import OPAQUE
 from .arguments import Resized, resize_arguments
 from .sizes import Sizes, leaves
 
@@ -58,7 +58,7 @@ def widened(graph: Graph) -> Graph:
 
 def shrunk(graph: Graph, sizes: Sizes) -> Graph:
     """The graph at small sizes, not yet tried."""
-    facts = sizes.facts
+    analysis = sizes.analysis
     values = {name: replace(value, shape=sizes.shape(name)) for name, value in graph.values.items()}
 
     def shapes(names: Sequence[str], of: Mapping[str, Value]) -> tuple[tuple[int, ...], ...]:
@@ -73,11 +73,13 @@ def shrunk(graph: Graph, sizes: Sizes) -> Graph:
         )
         for op in graph.ops
     )  # fmt: skip
-    batch = None if graph.batch is None else sizes.dim(facts.batch_dim)
+    batch = None if graph.batch is None else sizes.dim(analysis.batch_dim)
     return replace(graph, values=values, ops=ops, batch=batch)
 
 
-def fit(graph: Graph, sizes: Sizes, functions: Mapping[str, Function], attempt: Callable[[Graph], None]) -> Graph:
+def fit(
+    graph: Graph, sizes: Sizes, functions: Mapping[str, ImportedFunction], attempt: Callable[[Graph], None]
+) -> Graph:
     """The graph at small sizes that it runs at, some of them mended. `attempt` runs it with values."""
     while True:
         small = check(shrunk(graph, sizes))
@@ -106,7 +108,7 @@ def _check_room(graph: Graph, sizes: Sizes) -> None:
         )
 
 
-def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
+def try_shapes(graph: Graph, functions: Mapping[str, ImportedFunction]) -> None:
     """Call every op on tensors without memory; Unfit for the first that does not make what the graph says."""
     values = {
         name: torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
@@ -118,7 +120,7 @@ def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
         expect(op, graph, run_fitting(op, [values[name] for name in op.inputs], functions))
 
 
-def run_fitting(op: Op, tensors: Sequence[Tensor], functions: Mapping[str, Function]) -> tuple[Tensor, ...]:
+def run_fitting(op: Op, tensors: Sequence[Tensor], functions: Mapping[str, ImportedFunction]) -> tuple[Tensor, ...]:
     """What an op gives; Unfit if it can't be called."""
     try:
         with torch.device("meta") if tensors and tensors[0].is_meta else torch.device("cpu"):
@@ -136,26 +138,26 @@ def expect(op: Op, graph: Graph, tensors: Sequence[Tensor]) -> None:
 
 def _mend(error: Unfit, sizes: Sizes) -> bool:
     """Change the sizes around an op that does not fit; whether there was anything to change."""
-    facts, op = sizes.facts, error.op
+    analysis, op = sizes.analysis, error.op
     if len(error.shapes) == len(op.outputs) and _take(error, sizes):
         return True
-    return sizes.keep(_looked_along(facts, op), str(op)) or sizes.keep(_all_atoms(facts, op), str(op))
+    return sizes.keep(_looked_along(analysis, op), str(op)) or sizes.keep(_all_atoms(analysis, op), str(op))
 
 
 def _take(error: Unfit, sizes: Sizes) -> bool:
     """Take over the sizes that an op makes, where they are of atoms that it begins."""
-    facts, op = sizes.facts, error.op
-    known = {atom for name in op.inputs for dim in facts.dims[name] for atom in leaves(facts, dim)}
+    analysis, op = sizes.analysis, error.op
+    known = {atom for name in op.inputs for dim in analysis.dims[name] for atom in leaves(analysis, dim)}
     changed = False
     for name, shape in zip(op.outputs, error.shapes, strict=True):
-        dims = facts.dims[name]
+        dims = analysis.dims[name]
         if len(shape) != len(dims):
             return False
         for dim, size in zip(dims, shape, strict=True):
             if sizes.dim(dim) == size:
                 continue
-            atoms = facts.atoms.expand(dim)
-            if len(atoms) != 1 or atoms[0] in known or facts.atoms.sections(atoms[0]) is not None or size < 2:
+            atoms = analysis.atoms.expand(dim)
+            if len(atoms) != 1 or atoms[0] in known or analysis.atoms.sections(atoms[0]) is not None or size < 2:
                 return False
             if atoms[0] in sizes.fixed:  # it was mended before, and something else wants it otherwise
                 return False
@@ -163,22 +165,22 @@ def _take(error: Unfit, sizes: Sizes) -> bool:
     return changed
 
 
-def _looked_along(facts: Analysis, op: Op) -> Iterator[int]:
+def _looked_along(analysis: Analysis, op: Op) -> Iterator[int]:
     """The atoms that an op does not just carry along: of dims without a label, with a blocked one, or looked up."""
-    signature = facts.signatures[op.name]
+    signature = analysis.signatures[op.name]
     sums = signature.rule.sums if signature.rule is not None else {}
     shown = {label for bound in signature.outputs for dim in bound.dims for section in dim for label in section}
     for bound in (*signature.inputs, *signature.outputs):
-        for pattern, dim in zip(bound.dims, facts.dims[bound.value], strict=True):
+        for pattern, dim in zip(bound.dims, analysis.dims[bound.value], strict=True):
             labels = [label for section in pattern for label in section]
             free = labels and all(
                 label not in signature.blocked and (label in shown or label in sums) for label in labels
             )
             if not free:
-                yield from leaves(facts, dim)
+                yield from leaves(analysis, dim)
 
 
-def _all_atoms(facts: Analysis, op: Op) -> Iterator[int]:
+def _all_atoms(analysis: Analysis, op: Op) -> Iterator[int]:
     for name in (*op.inputs, *op.outputs):
-        for dim in facts.dims[name]:
-            yield from leaves(facts, dim)
+        for dim in analysis.dims[name]:
+            yield from leaves(analysis, dim)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 
 from ..errors import PlanError
-from ..layout import Mesh, fills
+from ..layout import Mesh, fills_every_chunk
 from ..plan.pipeline import MB
 from ..rules import FAN, Analysis
 from ..rules.atoms import Dim
@@ -51,7 +51,7 @@ class Shared:
 class Sizes:
     """The small size of every atom. `fixed` are atoms whose size is known otherwise: kept, or what an op makes."""
 
-    facts: Analysis
+    analysis: Analysis
     images: Mapping[int, int]
     fixed: dict[int, int] = field(default_factory=dict)
     because: dict[int, str] = field(default_factory=dict)  # the op that an atom has its size of
@@ -59,19 +59,19 @@ class Sizes:
     def atom(self, atom: int) -> int:
         if atom in self.fixed:
             return self.fixed[atom]
-        sections = self.facts.atoms.sections(atom)
+        sections = self.analysis.atoms.sections(atom)
         if sections is not None:
             return sum(self.dim(section) for section in sections)
-        return self.images[self.facts.atoms.size[atom]]
+        return self.images[self.analysis.atoms.size[atom]]
 
     def dim(self, dim: Dim) -> int:
         total = 1
-        for atom in self.facts.atoms.expand(dim):
+        for atom in self.analysis.atoms.expand(dim):
             total *= self.atom(atom)
         return total
 
     def shape(self, value: str) -> tuple[int, ...]:
-        return tuple(self.dim(dim) for dim in self.facts.dims[value])
+        return tuple(self.dim(dim) for dim in self.analysis.dims[value])
 
     def fix(self, atom: int, size: int, because: str) -> bool:
         """Give an atom a size of its own; whether that changes anything."""
@@ -83,32 +83,32 @@ class Sizes:
 
     def keep(self, atoms: Iterable[int], because: str) -> bool:
         """Keep atoms at their real sizes; whether that changes anything."""
-        changed = [self.fix(atom, self.facts.atoms.size[atom], because) for atom in atoms]  # all of them
+        changed = [self.fix(atom, self.analysis.atoms.size[atom], because) for atom in atoms]  # all of them
         return any(changed)
 
     def kept(self) -> tuple[str, ...]:
         """What has its real size, and the op that asks for it."""
         total: dict[str, set[int]] = {}
         for atom, size in self.fixed.items():
-            if size == self.facts.atoms.size[atom]:
+            if size == self.analysis.atoms.size[atom]:
                 total.setdefault(self.because[atom], set()).add(size)
         return tuple(f"{', '.join(map(str, sorted(sizes)))} for {op}" for op, sizes in total.items())
 
 
-def leaves(facts: Analysis, dim: Dim) -> Iterator[int]:
+def leaves(analysis: Analysis, dim: Dim) -> Iterator[int]:
     """The atoms of a dim, rows of sections opened."""
-    for atom in facts.atoms.expand(dim):
-        sections = facts.atoms.sections(atom)
+    for atom in analysis.atoms.expand(dim):
+        sections = analysis.atoms.sections(atom)
         if sections is None:
             yield atom
         else:
             for section in sections:
-                yield from leaves(facts, section)
+                yield from leaves(analysis, section)
 
 
-def shared_atoms(facts: Analysis, mesh: Mesh, name: str, choice: Mapping[str, str]) -> Iterator[Shared]:
+def shared_atoms(analysis: Analysis, mesh: Mesh, name: str, choice: Mapping[str, str]) -> Iterator[Shared]:
     """What the choice of an op shares out, over axes in the order of the mesh."""
-    signature = facts.signatures[name]
+    signature = analysis.signatures[name]
     uses: dict[int, list[tuple[str, int]]] = {}
     for axis in mesh.axes:
         picked = choice.get(axis.name)
@@ -122,7 +122,7 @@ def shared_atoms(facts: Analysis, mesh: Mesh, name: str, choice: Mapping[str, st
 
 
 def small_axes(
-    facts: Analysis, shared: Iterable[Shared], axes: Mapping[str, int], microbatches: int
+    analysis: Analysis, shared: Iterable[Shared], axes: Mapping[str, int], microbatches: int
 ) -> Iterator[dict[str, int]]:
     """Sizes for the axes, the best first: two devices, three where something is shared unevenly; in time as told.
 
@@ -131,9 +131,9 @@ def small_axes(
     """
     least = {name: min(size, 2) for name, size in axes.items()}
     for use in shared:
-        left = facts.atoms.size[use.atom]
+        left = analysis.atoms.size[use.atom]
         for name, size in () if use.even else use.axes:
-            if name != MB and (left % size or not fills(left, size)):
+            if name != MB and (left % size or not fills_every_chunk(left, size)):
                 least[name] = min(axes[name], 3)
             left = -(-left // size)
 
@@ -150,14 +150,14 @@ def small_axes(
     return ({**dict(zip(axes, lengths, strict=True)), MB: microbatches} for lengths in order)
 
 
-def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int], gap: int = 1) -> Sizes:
+def choose_sizes(analysis: Analysis, shared: Iterable[Shared], small: Mapping[str, int], gap: int = 1) -> Sizes:
     """Small sizes for all atoms of a graph, for axes of small sizes, at least `gap` apart where they can be."""
-    real = facts.atoms.size
+    real = analysis.atoms.size
     uses: dict[int, set[Shared]] = {}
     for use in shared:
-        if facts.atoms.sections(use.atom) is None:
+        if analysis.atoms.sections(use.atom) is None:
             uses.setdefault(real[use.atom], set()).add(use)
-    there = {real[atom] for dims in facts.dims.values() for dim in dims for atom in leaves(facts, dim)}
+    there = {real[atom] for dims in analysis.dims.values() for dim in dims for atom in leaves(analysis, dim)}
     images: dict[int, int] = {}
     top = 1
     for cluster in _clusters(sorted(there)):
@@ -171,7 +171,7 @@ def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, 
             images[size] = alone
             top = max(top, alone)
         top = max(top, images[cluster[-1]])
-    return Sizes(facts, images)
+    return Sizes(analysis, images)
 
 
 def _refusal(size: int, uses: Mapping[int, set[Shared]]) -> PlanError:
@@ -216,7 +216,7 @@ def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> b
     if shared.even:
         return not image % math.prod(now for _, now in few)
     for count, now in few:
-        if (size % count == 0) != (image % now == 0) or fills(size, count) != fills(image, now):
+        if (size % count == 0) != (image % now == 0) or fills_every_chunk(size, count) != fills_every_chunk(image, now):
             return False
         size, image = -(-size // count), -(-image // now)
     return (size > 1) == (image > 1)  # what is left is no dim of one

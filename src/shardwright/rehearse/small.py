@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from ..capture import Captured
+from ..capture import CapturedGraph
 from ..errors import PlanError
 from ..ir import Graph
-from ..lower import Program
+from ..lower import LoweredProgram
 from ..plan import Plan
 from ..probe import probing
 from ..rules import Analysis, analyse
@@ -43,7 +43,7 @@ class SmallPlan:
     sizes: Sizes
     graph: Graph
     plan: Plan
-    programs: tuple[Program, ...]
+    programs: tuple[LoweredProgram, ...]
     changed: tuple[str, ...]
     small_call: SmallCall
 
@@ -60,23 +60,23 @@ class SmallPlan:
         )  # fmt: skip
 
 
-def shrink(plan: Plan, captured: Captured, model: nn.Module, leaves: Sequence[Any], seed: int = 0) -> SmallPlan:
+def shrink(plan: Plan, captured: CapturedGraph, model: nn.Module, leaves: Sequence[Any], seed: int = 0) -> SmallPlan:
     """A plan for a captured call at small sizes, seen to run on one device. `leaves` are the call's arguments."""
     graph = captured.graph
     _check(plan, graph)
     cluster = shrink_cluster(plan, plan.entries[graph.entry])
     decided, layers, rename = drop_layers(decided_by(plan, widened(graph), cluster))
-    facts = analyse(decided.graph, probing(captured.functions))
+    analysis = analyse(decided.graph, probing(captured.functions))
     meshes = cluster.meshes_of(cluster.axes)
-    real = translated(plan, decided, facts, meshes, replace(cluster, microbatches=plan.microbatches))
+    real = translated(plan, decided, analysis, meshes, replace(cluster, microbatches=plan.microbatches))
     try:
-        programs = lowered(decided.graph, real, facts)
+        programs = lowered(decided.graph, real, analysis)
     except PlanError as error:
         raise PlanError(f"the plan does not fit this call of the model, which has to be as large as the one that it "
                         f"was made for (--batch, --seq): {error}") from error  # fmt: skip
     shrinker = _Shrinker(
-        plan=plan, cluster=cluster, decided=decided, layers=layers, facts=facts, real=real, programs=programs,
-        shared=(*shared_by(decided, facts, meshes, plan.microbatches), *stored_by(facts, programs, meshes)),
+        plan=plan, cluster=cluster, decided=decided, layers=layers, analysis=analysis, real=real, programs=programs,
+        shared=(*shared_by(decided, analysis, meshes, plan.microbatches), *stored_by(analysis, programs, meshes)),
         small_call=SmallCall(captured=captured, module=model, leaves=tuple(leaves), rename=rename, seed=seed),
     )  # fmt: skip
     return shrinker.best()
@@ -90,9 +90,9 @@ class _Shrinker:
     cluster: SmallCluster
     decided: Decided
     layers: tuple[KeptLayers, ...]
-    facts: Analysis
+    analysis: Analysis
     real: Plan
-    programs: tuple[Program, ...]
+    programs: tuple[LoweredProgram, ...]
     shared: tuple[Shared, ...]
     small_call: SmallCall
 
@@ -117,24 +117,26 @@ class _Shrinker:
 
     def _tries(self) -> Iterator[tuple[Mapping[str, int], int]]:
         """Sizes of axes, and how far sizes of atoms are apart at least."""
-        axes = tuple(islice(small_axes(self.facts, self.shared, self.cluster.axes, self.cluster.microbatches), TRIES))
+        axes = tuple(
+            islice(small_axes(self.analysis, self.shared, self.cluster.axes, self.cluster.microbatches), TRIES)
+        )
         yield from ((few, gap) for gap, few in product((1, 2, 3), axes[:3]))
         yield from ((few, 1) for few in axes[3:])
 
     def _at(self, axes: Mapping[str, int], gap: int) -> SmallPlan:
         captured, cluster = self.small_call.captured, self.cluster
-        sizes = choose_sizes(self.facts, self.shared, axes, gap)
+        sizes = choose_sizes(self.analysis, self.shared, axes, gap)
         small = fit(self.decided.graph, sizes, captured.functions, self.small_call.attempt)
-        facts = analyse(small, probing(captured.functions))
-        plan = translated(self.plan, replace(self.decided, graph=small), facts, cluster.meshes_of(axes), cluster)
-        programs = lowered(small, plan, facts)
+        analysis = analyse(small, probing(captured.functions))
+        plan = translated(self.plan, replace(self.decided, graph=small), analysis, cluster.meshes_of(axes), cluster)
+        programs = lowered(small, plan, analysis)
         changed = (*differences(self.programs, programs), *self._stored_otherwise(programs, plan))
         return SmallPlan(
             layers=self.layers, real=self.real, sizes=sizes, graph=small, plan=plan, programs=programs, changed=changed,
             small_call=self.small_call,
         )  # fmt: skip
 
-    def _stored_otherwise(self, programs: Sequence[Program], plan: Plan) -> list[str]:
+    def _stored_otherwise(self, programs: Sequence[LoweredProgram], plan: Plan) -> list[str]:
         """The parameters that are not stored as in the plan."""
         real = storage_of(self.programs, [segment.mesh for segment in self.real.segments])
         small = storage_of(programs, [segment.mesh for segment in plan.segments])

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Body, Captured, Opaque
-from ..capture.part import Made, runner
+from ..capture import CapturedGraph, OpaqueBody, OpaqueCall
+from ..capture.user_calls.opaque_call import OpaqueOutput, runner
 from ..errors import NonFiniteError
 from ..ir import Graph, Op
-from ..rules.kept import OPAQUE
-from ..verify.run import MakeOptimizer, Task, loss_of
+from ..rules.user_calls import OPAQUE
+from ..verify.run import MakeOptimizer, VerifyTask, loss_of
 from .draws import buffer, graph_input, module_of
 from .layers import Rename
 from .shrink import expect, run_fitting
@@ -31,26 +31,28 @@ class SmallCall:
     rename    from the path of a submodule to what it is with fewer layers
     """
 
-    captured: Captured
+    captured: CapturedGraph
     module: nn.Module
     leaves: tuple[Any, ...]
     rename: Rename
     seed: int
 
-    def task(self, graph: Graph, optimizer: MakeOptimizer, steps: int) -> Task:
+    def task(self, graph: Graph, optimizer: MakeOptimizer, steps: int) -> VerifyTask:
         """The training of the small graph."""
         args, kwargs = pytree.tree_unflatten(self._arguments(graph), self.captured.in_spec)
-        return Task(
+        return VerifyTask(
             module=self._module(graph), args=args, kwargs=kwargs, optimizer=optimizer, loss=loss_of, steps=steps,
             entries=("train",), seed=self.seed,
         )  # fmt: skip
 
-    def call(self, graph: Graph, module: nn.Module) -> Captured:
+    def call(self, graph: Graph, module: nn.Module) -> CapturedGraph:
         """The small graph as if it had been captured from the small module."""
         opaques = self._opaques(graph)
         functions = dict(self.captured.functions)
         if OPAQUE in functions:
-            bodies = {call.path: Body(copy.deepcopy(module.get_submodule(call.path))) for call in opaques.values()}
+            bodies = {
+                call.path: OpaqueBody(copy.deepcopy(module.get_submodule(call.path))) for call in opaques.values()
+            }
             functions[OPAQUE] = replace(functions[OPAQUE], call=runner(opaques, module, bodies))
         leaves = tuple(
             leaf
@@ -90,24 +92,24 @@ class SmallCall:
         paths = {call.path: before for call, before in self._kept_calls(graph)}
         return module_of(graph, self.module, paths, self.captured.constants, self.seed)
 
-    def _kept_calls(self, graph: Graph) -> list[tuple[Opaque, str]]:
+    def _kept_calls(self, graph: Graph) -> list[tuple[OpaqueCall, str]]:
         """The calls of submodules that stay as they are, with their path in the user's model."""
         there = {op.argument("op_key") for op in graph.ops if op.target == OPAQUE}
-        calls: list[tuple[Opaque, str]] = []
+        calls: list[tuple[OpaqueCall, str]] = []
         for old, call in self.captured.opaques.items():
             key, path = self.rename(old), self.rename(call.path)
             if key is not None and path is not None and key in there:
                 calls.append((replace(call, key=key, path=path), call.path))
         return calls
 
-    def _opaques(self, graph: Graph) -> dict[str, Opaque]:
+    def _opaques(self, graph: Graph) -> dict[str, OpaqueCall]:
         """The same calls, which return what the small graph says."""
         outputs = {op.argument("op_key"): op.outputs for op in graph.ops if op.target == OPAQUE}
-        calls: dict[str, Opaque] = {}
+        calls: dict[str, OpaqueCall] = {}
         for call, _ in self._kept_calls(graph):
-            pairs = zip((graph.values[name] for name in outputs[call.key]), call.made, strict=True)
-            shapes = tuple(Made(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
-            calls[call.key] = replace(call, made=shapes)
+            pairs = zip((graph.values[name] for name in outputs[call.key]), call.outputs, strict=True)
+            shapes = tuple(OpaqueOutput(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
+            calls[call.key] = replace(call, outputs=shapes)
         return calls
 
     def _constants(self, graph: Graph) -> Mapping[str, Tensor]:

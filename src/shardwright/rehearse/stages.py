@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..layout import Axis, Mesh
 from ..plan import Plan
-from ..plan.plan import Segment
+from ..plan.plan import PlanStage
 from ..schedule import Schedule, fewer, spread
 
 Devices = tuple[int, ...]
@@ -39,39 +39,39 @@ class SmallCluster:
 
     def meshes_of(self, sizes: Mapping[str, int]) -> tuple[Mesh, ...]:
         """The meshes of the stages that are kept, with axes no longer than `sizes` says, devices numbered anew."""
-        seats: dict[Devices, Mesh] = {}
+        pp_ranks: dict[Devices, Mesh] = {}
         count = 0
         for mesh in self.meshes:
-            if mesh.devices not in seats:
+            if mesh.devices not in pp_ranks:
                 axes = tuple(Axis(name=axis.name, size=min(axis.size, sizes[axis.name])) for axis in mesh.axes)
                 small = Mesh(axes=axes)
-                seats[mesh.devices] = replace(small, devices=tuple(range(count, count + small.size)))
+                pp_ranks[mesh.devices] = replace(small, devices=tuple(range(count, count + small.size)))
                 count += small.size
-        return tuple(seats[mesh.devices] for mesh in self.meshes)
+        return tuple(pp_ranks[mesh.devices] for mesh in self.meshes)
 
     def steps(self, meshes: Sequence[Mesh]) -> Mapping[str, object] | None:
         """The schedule that the plan spells out, over other meshes."""
         if self.schedule is None:
             return None
-        seats = tuple(dict.fromkeys(mesh.devices for mesh in meshes))
-        return spread(self.schedule, seats).to_json()
+        pp_ranks = tuple(dict.fromkeys(mesh.devices for mesh in meshes))
+        return spread(self.schedule, pp_ranks).to_json()
 
 
-def shrink_cluster(plan: Plan, segments: Sequence[Segment]) -> SmallCluster:
+def shrink_cluster(plan: Plan, segments: Sequence[PlanStage]) -> SmallCluster:
     """Which stages and how many microbatches stand for those of a plan."""
     meshes = [segment.mesh for segment in segments]
-    seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
-    at = {devices: number for number, devices in enumerate(seats)}
+    pp_ranks = list(dict.fromkeys(mesh.devices for mesh in meshes))
+    at = {devices: number for number, devices in enumerate(pp_ranks)}
     place = [at[mesh.devices] for mesh in meshes]
     shape = {at[mesh.devices]: mesh.axes for mesh in meshes}
-    heir = _heirs([shape[number] for number in range(len(seats))], spelled_out=plan.steps is not None)
-    kept = [number for number, seat in enumerate(place) if heir[seat] == seat]
+    heir = _heirs([shape[number] for number in range(len(pp_ranks))], spelled_out=plan.steps is not None)
+    kept = [number for number, pp_rank in enumerate(place) if heir[pp_rank] == pp_rank]
     stage = tuple(_taken_over(number, place, heir, kept) for number in range(len(meshes)))
     left = len(set(heir))
-    count = _microbatches(plan.microbatches, len(seats), left)
+    count = _microbatches(plan.microbatches, len(pp_ranks), left)
     schedule = None
     if plan.steps is not None:
-        schedule = _of_seats(fewer(Schedule.from_json(plan.steps), count), seats)
+        schedule = _of_seats(fewer(Schedule.from_json(plan.steps), count), pp_ranks)
     return SmallCluster(
         stage=stage, like=tuple(kept), meshes=tuple(meshes[number] for number in kept), microbatches=count,
         schedule=schedule,
@@ -114,11 +114,11 @@ def _microbatches(count: int, ranks: int, left: int) -> int:
     return max(1, min(count, left - 1))
 
 
-def _of_seats(schedule: Schedule, seats: Sequence[Devices]) -> Schedule:
+def _of_seats(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
     """A schedule with one device for each pipeline rank."""
-    at = {devices: number for number, devices in enumerate(tuple(sorted(seat)) for seat in seats)}
+    at = {devices: number for number, devices in enumerate(tuple(sorted(pp_rank)) for pp_rank in pp_ranks)}
     return replace(
         schedule,
-        devices=tuple(schedule.devices[seat[0]] for seat in seats),
+        devices=tuple(schedule.devices[pp_rank[0]] for pp_rank in pp_ranks),
         holders=tuple((at[tuple(sorted(devices))],) for devices in schedule.holders),
     )

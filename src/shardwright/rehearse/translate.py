@@ -9,12 +9,12 @@ import torch
 
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import Holding, Program, lower, lower_pipeline
-from ..plan import Plan, Segment
+from ..lower import LoweredProgram, ParameterPlacement, lower, lower_pipeline
+from ..plan import Plan, PlanStage
 from ..plan.pipeline import parts_like, timed
-from ..plan.segments import Line
+from ..plan.stages import OpSequence
 from ..rules import Analysis
-from ..runtime.holding import Held, storage_layout
+from ..runtime.parameters.spec import ParameterSpec, storage_layout
 from .layers import Decided
 from .sizes import Shared, shared_atoms
 from .stages import SmallCluster
@@ -32,14 +32,14 @@ def decided_by(plan: Plan, graph: Graph, cluster: SmallCluster) -> Decided:
     )
 
 
-def translated(plan: Plan, decided: Decided, facts: Analysis, meshes: Sequence[Mesh], cluster: SmallCluster) -> Plan:
+def translated(plan: Plan, decided: Decided, analysis: Analysis, meshes: Sequence[Mesh], cluster: SmallCluster) -> Plan:
     """The plan for what is left of a graph, on these meshes."""
     graph = decided.graph
     parts = [tuple(op.name for op in graph.ops)]
     if len(meshes) > 1:
-        parts = list(parts_like(Line(facts), decided.stage, len(meshes)))
+        parts = list(parts_like(OpSequence(analysis), decided.stage, len(meshes)))
     segments = tuple(
-        Segment(
+        PlanStage(
             mesh=mesh,
             choices={name: decided.choices.get(name, {}) for name in part},
             recompute=_inside(decided, number, set(part)),
@@ -57,54 +57,58 @@ def _inside(decided: Decided, number: int, part: set[str]) -> tuple[str, ...]:
     return tuple(path for path in wanted if any(op.name in part for op in decided.graph.under[path]))
 
 
-def lowered(graph: Graph, plan: Plan, facts: Analysis) -> tuple[Program, ...]:
+def lowered(graph: Graph, plan: Plan, analysis: Analysis) -> tuple[LoweredProgram, ...]:
     """The programs of a plan, one for each stage."""
-    return lower_pipeline(graph, plan, facts).programs if plan.is_pipeline else (lower(graph, plan, facts),)
+    return lower_pipeline(graph, plan, analysis).programs if plan.is_pipeline else (lower(graph, plan, analysis),)
 
 
-def shared_by(decided: Decided, facts: Analysis, meshes: Sequence[Mesh], microbatches: int) -> Iterator[Shared]:
+def shared_by(decided: Decided, analysis: Analysis, meshes: Sequence[Mesh], microbatches: int) -> Iterator[Shared]:
     """What the choices of all ops share out, over devices and in time."""
     times = [timed(mesh, microbatches) for mesh in meshes]
     for op in decided.graph.ops:
         choice = decided.choices.get(op.name, {})
-        if choice and not facts.is_constant(op):
-            yield from shared_atoms(facts, times[decided.stage[op.name]], op.name, choice)
+        if choice and not analysis.is_constant(op):
+            yield from shared_atoms(analysis, times[decided.stage[op.name]], op.name, choice)
 
 
-def stored_by(facts: Analysis, programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[Shared]:
+def stored_by(analysis: Analysis, programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> Iterator[Shared]:
     """What ZeRO shares out of parameters, or would if it had room: it takes the first dim that is long enough.
 
     A dim of one atom is shared as that atom is; of several the largest is a multiple, if the dim divides evenly.
     """
     for holding, layout, mesh in _layouts(programs, meshes):
         zero = tuple((name, mesh.sizes[name]) for name, _ in holding.zero)
-        for dim, own, cuts in zip(facts.dims[holding.value], holding.layout.cuts, layout.cuts, strict=True):
-            atoms = facts.atoms.expand(dim)
-            axes = tuple((cut.axis, mesh.sizes[cut.axis]) for cut in (cuts if len(cuts) > len(own) else own))
+        for dim, own, cuts in zip(analysis.dims[holding.value], holding.layout.shards, layout.shards, strict=True):
+            atoms = analysis.atoms.expand(dim)
+            axes = tuple((shard.axis, mesh.sizes[shard.axis]) for shard in (cuts if len(cuts) > len(own) else own))
             if len(atoms) == 1:
                 yield Shared(atoms[0], axes if len(cuts) > len(own) else (*axes, *zero))
-            elif len(cuts) > len(own) and all(cut.even(mesh.sizes[cut.axis]) for cut in cuts):
-                yield Shared(max(atoms, key=lambda atom: facts.atoms.size[atom]), axes, even=True)
+            elif len(cuts) > len(own) and all(shard.even(mesh.sizes[shard.axis]) for shard in cuts):
+                yield Shared(max(atoms, key=lambda atom: analysis.atoms.size[atom]), axes, even=True)
             if len(cuts) > len(own):
                 break
 
 
-def _layouts(programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[tuple[Holding, Layout, Mesh]]:
+def _layouts(
+    programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]
+) -> Iterator[tuple[ParameterPlacement, Layout, Mesh]]:
     """For every parameter that ZeRO stores split: how."""
     for program, mesh in zip(programs, meshes, strict=True):
-        for holding in program.holdings:
+        for holding in program.parameters:
             if holding.zero:
-                parameter = Held(
+                parameter = ParameterSpec(
                     keys=holding.keys, shape=holding.shape, dtype=torch.float64, layout=holding.layout,
                     trainable=holding.trainable, zero=holding.zero,
                 )  # fmt: skip
                 yield holding, storage_layout(parameter, mesh.sizes), mesh
 
 
-def storage_of(programs: Sequence[Program], meshes: Sequence[Mesh]) -> list[str]:
+def storage_of(programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> list[str]:
     """How parameters are stored, without sizes: the axes that cut each dim, and whether evenly."""
     return [
         f"{holding.key} stored as {layout} "
-        + " ".join("even" if cut.even(mesh.sizes[cut.axis]) else "uneven" for cuts in layout.cuts for cut in cuts)
+        + " ".join(
+            "even" if shard.even(mesh.sizes[shard.axis]) else "uneven" for cuts in layout.shards for shard in cuts
+        )
         for holding, layout, mesh in _layouts(programs, meshes)
     ]

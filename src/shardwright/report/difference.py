@@ -11,19 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cluster import Cluster
-from ..cost import Training
+from ..cost import TrainingSetup
 from ..ir import Graph
 from ..ir.paths import layer_of
 from ..plan import Plan
 from ..plan.folding import star
-from ..plan.price import Price, price
+from ..plan.price import PlanPrice, price
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..verify.measure import render
-from .made import Made, made_for, spelled_out
-from .parts import said_time
+from .communication import format_bytes
+from .conditions import PlanConditions, made_for, spelled_out
 from .screen import KINDS
-from .traffic import said_bytes
+from .text import format_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartDifference:
     """What changes in a step of the first plan if one part of the model is as in the second: seconds and bytes."""
 
     name: str
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
+class TotalDifference:
     """A number that both plans predict: seconds, or bytes if it is of memory."""
 
     what: str
@@ -63,8 +63,8 @@ class Difference:
 
     names: tuple[str, str]
     rows: tuple[Changed, ...]
-    totals: tuple[Total, ...] = ()
-    parts: tuple[Part, ...] = ()
+    totals: tuple[TotalDifference, ...] = ()
+    parts: tuple[PartDifference, ...] = ()
     why_not: str = ""  # why parts have no cost, if that was asked for
 
     def __bool__(self) -> bool:
@@ -95,8 +95,8 @@ class Difference:
             table.add_column(head, justify="right")
         for part in self.parts:
             time = f"{1e3 * part.seconds:+.3f} ms" if abs(part.seconds) > 5e-7 else "the same"
-            held = f"{'+' if part.memory > 0 else '-'}{said_bytes(abs(part.memory))}"
-            changed = (str(part.ops), str(part.stored), time, held if abs(part.memory) >= 1 else "the same")
+            memory = f"{'+' if part.memory > 0 else '-'}{format_bytes(abs(part.memory))}"
+            changed = (str(part.ops), str(part.stored), time, memory if abs(part.memory) >= 1 else "the same")
             table.add_row(Text(part.name), *changed)
         return table
 
@@ -105,12 +105,14 @@ class Difference:
         table.add_column("")
         for head in (*self.names, "difference", ""):
             table.add_column(head, justify="right")
-        for one in self.totals:
-            said = said_bytes if one.bytes else said_time
-            change = one.b - one.a
+        for total in self.totals:
+            format_value = format_bytes if total.bytes else format_time
+            change = total.b - total.a
             sign = "+" if change > 0 else "-" if change < 0 else ""
-            part = f"{100 * change / one.a:+.1f} %" if one.a and change else ""
-            table.add_row(one.what, said(one.a), said(one.b), f"{sign}{said(abs(change))}", part)
+            part = f"{100 * change / total.a:+.1f} %" if total.a and change else ""
+            table.add_row(
+                total.what, format_value(total.a), format_value(total.b), f"{sign}{format_value(abs(change))}", part
+            )
         return table
 
 
@@ -120,7 +122,7 @@ def diff(
     graph: Graph | None = None,
     *,
     cluster: Cluster | str | Path | None = None,
-    training: Training | None = None,
+    training: TrainingSetup | None = None,
 ) -> Difference:
     """Which ops and parameters two plans treat differently, and what they cost if they say so.
 
@@ -129,123 +131,129 @@ def diff(
     cluster     what to price on then; the cluster by the name in the first plan if it is not said
     training    the optimizer and precision; what the first plan was made for if it is not said
     """
-    found = Difference(
+    difference = Difference(
         names=(f"{a.policy} ({a.name})", f"{b.policy} ({b.name})"), rows=tuple(_rows(a, b)), totals=tuple(_totals(a, b))
     )
-    if graph is None or not found:
-        return found
+    if graph is None or not difference:
+        return difference
     if a.mesh != b.mesh:
-        return replace(found, why_not="the meshes differ, so that no part can be taken from the second alone")
-    (one, graph), (other, _) = spelled_out(a, graph), spelled_out(b, graph)
-    made = made_for(one, graph.entry, cluster, training)
-    return replace(found, parts=tuple(part_costs(one, other, analyse(graph, probing()), made)))
+        return replace(difference, why_not="the meshes differ, so that no part can be taken from the second alone")
+    (first, graph), (other, _) = spelled_out(a, graph), spelled_out(b, graph)
+    conditions = made_for(first, graph.entry, cluster, training)
+    return replace(difference, parts=tuple(part_costs(first, other, analyse(graph, probing()), conditions)))
 
 
-def part_costs(a: Plan, b: Plan, facts: Analysis, made: Made) -> list[Part]:
+def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions) -> list[PartDifference]:
     """What each part of the model costs that the plans treat differently, the largest change of time first."""
-    entry = facts.graph.entry
-    one, other = a.choices(entry), b.choices(entry)
+    entry = analysis.graph.entry
+    first, other = a.choices(entry), b.choices(entry)
     ops: dict[str, list[str]] = {}
     keys: dict[str, list[str]] = {}
-    for op in facts.graph.ops:
-        if dict(one.get(op.name, {})) != dict(other.get(op.name, {})):
+    for op in analysis.graph.ops:
+        if dict(first.get(op.name, {})) != dict(other.get(op.name, {})):
             ops.setdefault(part_of(op.module_path), []).append(op.name)
-    for key in (parameter.key for parameter in facts.graph.parameters):
+    for key in (parameter.key for parameter in analysis.graph.parameters):
         if dict(a.storage.get(key, ())) != dict(b.storage.get(key, ())):
             keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
 
-    def priced(plan: Plan) -> Price:
-        return price(facts, made.cluster, made.training, plan, rows=made.rows)
+    def priced(plan: Plan) -> PlanPrice:
+        return price(analysis, conditions.cluster, conditions.training, plan, rows=conditions.rows)
 
     base, segment = priced(a), a.entries[entry][0]
 
-    def part(name: str, plan: Plan) -> Part:
-        now, changed = priced(plan), (len(held.get(name, ())) for held in (ops, keys))
+    def part(name: str, plan: Plan) -> PartDifference:
+        now, changed = priced(plan), (len(names.get(name, ())) for names in (ops, keys))
         time, memory = now.seconds - base.seconds, now.memory.peak - base.memory.peak
-        return Part(name=name, ops=next(changed), stored=next(changed), seconds=time, memory=memory)
+        return PartDifference(name=name, ops=next(changed), stored=next(changed), seconds=time, memory=memory)
 
-    found = []
+    differences = []
     for name in dict.fromkeys((*ops, *keys)):
         choices = {**segment.choices, **{op: other.get(op, {}) for op in ops.get(name, ())}}
         storage = {**a.storage, **{key: b.storage.get(key, ()) for key in keys.get(name, ())}}
-        found.append(part(name, replace(a, entries={entry: (replace(segment, choices=choices),)}, storage=storage)))
+        differences.append(
+            part(name, replace(a, entries={entry: (replace(segment, choices=choices),)}, storage=storage))
+        )
     again = b.entries[entry][0].recompute
     if set(segment.recompute) != set(again):
-        found.append(part("what is recomputed", replace(a, entries={entry: (replace(segment, recompute=again),)})))
-    return sorted(found, key=lambda one: -abs(one.seconds))
+        differences.append(
+            part("what is recomputed", replace(a, entries={entry: (replace(segment, recompute=again),)}))
+        )
+    return sorted(differences, key=lambda first: -abs(first.seconds))
 
 
 def part_of(path: str) -> str:
     """The part of a model that a module is in: the module of a layer, with a star; outside of layers the module."""
     layer = layer_of(path)
     below = path[len(layer) + 1 :].split(".")[0] if layer else path
-    return star(".".join(held for held in (layer, below) if held)) or "the model itself"
+    return star(".".join(name for name in (layer, below) if name)) or "the model itself"
 
 
-def _totals(a: Plan, b: Plan) -> Iterator[Total]:
+def _totals(a: Plan, b: Plan) -> Iterator[TotalDifference]:
     """What both plans predict for their first common entry."""
     entry = next((entry for entry in a.predicted if entry in b.predicted), None)
     if entry is None:
         return
-    one, other = a.predicted[entry], b.predicted[entry]
-    for key, said in TIMES.items():
-        yield Total(what=said, a=one[key], b=other[key])
+    total, other = a.predicted[entry], b.predicted[entry]
+    for key, format_value in TIMES.items():
+        yield TotalDifference(what=format_value, a=total[key], b=other[key])
     for key in ("peak", *KINDS):
-        held = one["memory"][key], other["memory"][key]
-        if any(held):
-            yield Total(what=f"memory, {'at most' if key == 'peak' else key}", a=held[0], b=held[1], bytes=True)
+        values = total["memory"][key], other["memory"][key]
+        if any(values):
+            yield TotalDifference(
+                what=f"memory, {'at most' if key == 'peak' else key}", a=values[0], b=values[1], bytes=True
+            )
 
 
 TIMES = {
     "seconds": "a step",
     "compute": "compute",
-    "waited": "waiting for communication",
-    "exposed": "communication beside compute that shows",
+    "waited": "blocking communication",
+    "exposed": "exposed overlapped communication",
     "update": "update",
 }
 
 
 def _rows(a: Plan, b: Plan) -> Iterator[Changed]:
     for what in ("model", "policy", "cluster", "mesh", "microbatches"):
-        one, other = str(getattr(a, what)), str(getattr(b, what))
-        if one != other:
-            yield Changed(what=what, name="", a=one, b=other)
+        first, other = str(getattr(a, what)), str(getattr(b, what))
+        if first != other:
+            yield Changed(what=what, name="", a=first, b=other)
     yield from _terms(a, b)
     for entry in dict.fromkeys((*a.entries, *b.entries)):
         yield from _changes(entry, _choices(a, entry), _choices(b, entry))
         yield from _changes(f"{entry}, backward", _recomputed(a, entry), _recomputed(b, entry), "kept")
     yield from _changes("storage", _storage(a), _storage(b))
     for entry in (*a.fingerprints, *(name for name in b.fingerprints if name not in a.fingerprints)):
-        one, other = a.fingerprints.get(entry, "-"), b.fingerprints.get(entry, "-")
-        if one != other:
-            yield Changed(what="graph", name=entry, a=one, b=other)
+        first, other = a.fingerprints.get(entry, "-"), b.fingerprints.get(entry, "-")
+        if first != other:
+            yield Changed(what="graph", name=entry, a=first, b=other)
 
 
 def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
     """Where the plans were priced on different terms."""
     for entry in (entry for entry in a.predicted if entry in b.predicted):
-        one, other = a.predicted[entry]["for"], b.predicted[entry]["for"]
+        first, other = a.predicted[entry]["for"], b.predicted[entry]["for"]
         for key in ("batch", "optimizer", "precision", "compute", "reduce", "accumulate"):
-            if one.get(key) != other.get(key):
-                yield Changed(what="priced for", name=key, a=str(one.get(key)), b=str(other.get(key)))
+            if first.get(key) != other.get(key):
+                yield Changed(what="priced for", name=key, a=str(first.get(key)), b=str(other.get(key)))
 
 
 def _choices(plan: Plan, entry: str) -> dict[str, str]:
     segments = plan.entries.get(entry, ())
-    return {name: said(choice) for segment in segments for name, choice in segment.choices.items()}
+    return {name: describe_choice(choice) for segment in segments for name, choice in segment.choices.items()}
 
 
 def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for segment in plan.entries.get(entry, ()):
         for path, again in segment.recomputed().items():
-            found[path] = "recomputed" if again or found.get(path) == "recomputed" else "kept"
-    return found
+            paths[path] = "recomputed" if again or paths.get(path) == "recomputed" else "kept"
+    return paths
 
 
 def _storage(plan: Plan) -> dict[str, str]:
-    levels = {key: [f"ZeRO-{level} over {axis}" for axis, level in held] for key, held in plan.storage.items()}
-    return {key: ", ".join(held) or "whole" for key, held in levels.items()}
+    levels = {key: [f"ZeRO-{level} over {axis}" for axis, level in storage] for key, storage in plan.storage.items()}
+    return {key: ", ".join(storage) or "whole" for key, storage in levels.items()}
 
 
 def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: str = "whole") -> list[Changed]:
@@ -253,7 +261,9 @@ def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: s
     every = dict.fromkeys((*a, *b))
     spelled_out = {star(name) for name in every if star(name) != name}
     names = [name for name in every if name not in spelled_out]
-    pairs = {name: tuple(held.get(name, held.get(star(name), otherwise)) for held in (a, b)) for name in names}
+    pairs = {
+        name: tuple(decisions.get(name, decisions.get(star(name), otherwise)) for decisions in (a, b)) for name in names
+    }
     alike: dict[str, set[tuple[str, ...]]] = {}
     for name, pair in pairs.items():
         alike.setdefault(star(name), set()).add(pair)
@@ -261,9 +271,9 @@ def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: s
     for name, pair in pairs.items():
         if pair[0] != pair[1]:
             rows[star(name) if len(alike[star(name)]) == 1 else name] = pair
-    return [Changed(what=what, name=name, a=one, b=other) for name, (one, other) in rows.items()]
+    return [Changed(what=what, name=name, a=first, b=other) for name, (first, other) in rows.items()]
 
 
-def said(choice: Mapping[str, str]) -> str:
+def describe_choice(choice: Mapping[str, str]) -> str:
     """A choice in words: "dp: b, tp: n"."""
     return ", ".join(f"{axis}: {role}" for axis, role in choice.items()) or "whole"

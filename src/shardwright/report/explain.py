@@ -1,7 +1,7 @@
 """A plan explained: on one screen what it costs (`screen`), in long tables what it decides.
 
 With the plan alone the tables say what was decided. With the model's graph they also say what follows from that:
-shapes of pieces, memory, collectives.
+shapes of shards, memory, collectives.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cluster import Cluster
-from ..cost import Training
+from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
-from ..layout import FANNED
-from ..lower import Holding, Program, lower
+from ..layout import REPLICATE
+from ..lower import LoweredProgram, ParameterPlacement, lower
 from ..plan import Plan
 from ..plan.folding import fold, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
-from .made import made_for, spelled_out
+from .communication import format_bytes, stored_bytes, totals
+from .conditions import made_for, spelled_out
 from .screen import MOST_NOTES, in_ranges, notes_of, priced_for, screen
-from .traffic import said_bytes, stored_bytes, totals
 from .why import Why, why
 
 ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
@@ -39,7 +39,7 @@ class Explanation:
     """A plan, and the program that it makes of a graph if one was given. Prints as a screen, or with all tables."""
 
     plan: Plan
-    program: Program | None = None
+    program: LoweredProgram | None = None
     entry: str = "train"
     full: bool = False
 
@@ -55,7 +55,7 @@ class Explanation:
     def _tables(self) -> Iterator[Any]:
         yield self._splits()
         if self.program is not None:
-            yield from (_held(self.program), *_memory(self.program), _sent(self.program))
+            yield from (_parameter_table(self.program), *_memory(self.program), _sent(self.program))
         elif self.plan.storage:
             yield self._storage()
 
@@ -65,9 +65,9 @@ class Explanation:
     def _head(self) -> Iterator[Text]:
         plan = self.plan
         yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
-        said = plan.predicted.get(self.entry)
+        predicted = plan.predicted.get(self.entry)
         devices = f"{plan.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
-        yield Text(f"{_laid_out(plan)}: {devices}" + (f"; {priced_for(said)}" if said else ""))
+        yield Text(f"{_laid_out(plan)}: {devices}" + (f"; {priced_for(predicted)}" if predicted else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
@@ -96,8 +96,8 @@ class Explanation:
 
     def _storage(self) -> Table:
         table = Table("parameter", "what is split for storage", title="how parameters are stored", title_justify="left")
-        for key, held in fold(self.plan.storage).items():
-            table.add_row(Text(key), ", ".join(f"{_zero(level)} over {axis}" for axis, level in held))
+        for key, storage in fold(self.plan.storage).items():
+            table.add_row(Text(key), ", ".join(f"{_zero(level)} over {axis}" for axis, level in storage))
         return table
 
 
@@ -111,7 +111,7 @@ def explain(
 @overload
 def explain(
     plan: Plan, graph: Graph, *, op: str, cluster: Cluster | str | Path | None = None,
-    training: Training | None = None, full: bool = False,
+    training: TrainingSetup | None = None, full: bool = False,
 ) -> Why: ...  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def explain(
     *,
     op: str | None = None,
     cluster: Cluster | str | Path | None = None,
-    training: Training | None = None,
+    training: TrainingSetup | None = None,
     full: bool = False,
 ) -> Explanation | Why:
     """What a plan costs and decides. Print it.
@@ -140,26 +140,26 @@ def explain(
             raise InputError("to explain an op the graph of the model is needed: explain(plan, graph, op=...)")
         return Explanation(plan=plan, entry=entry, full=full)
     plan, graph = spelled_out(plan, graph)
-    facts = analyse(graph, probing())
+    analysis = analyse(graph, probing())
     if op is not None:
-        return why(plan, facts, op, made_for(plan, entry, cluster, training))
-    return Explanation(plan=plan, program=lower(graph, plan, facts), entry=entry, full=True)
+        return why(plan, analysis, op, made_for(plan, entry, cluster, training))
+    return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True)
 
 
 def _laid_out(plan: Plan) -> str:
     """The mesh, or the stages of a pipeline and theirs."""
     if not plan.is_pipeline:
         return f"mesh {plan.mesh}"
-    seats = len({segment.mesh.devices for segment in plan.segments})
+    pp_ranks = len({segment.mesh.devices for segment in plan.segments})
     meshes = ", ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
-    return f"{seats} stage{'s' if seats > 1 else ''} by {plan.schedule}, mesh {meshes}"
+    return f"{pp_ranks} stage{'s' if pp_ranks > 1 else ''} by {plan.schedule}, mesh {meshes}"
 
 
-def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
     for op in program.graph.ops:
-        if not program.facts.is_constant(op):
-            held = program.layouts.get(op.outputs[0])
-            yield op.name, ("-" if held is None else str(held),)
+        if not program.analysis.is_constant(op):
+            layout = program.layouts.get(op.outputs[0])
+            yield op.name, ("-" if layout is None else str(layout),)
 
 
 def _role(choice: str | None) -> str:
@@ -173,19 +173,19 @@ def _zero(level: int) -> str:
 
 
 def _modules(names: Sequence[str], most: int = 3) -> str:
-    found = list(dict.fromkeys(star(name.rsplit("/ ", 1)[0].rstrip()) or "the model itself" for name in names))
-    more = f", {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+    modules = list(dict.fromkeys(star(name.rsplit("/ ", 1)[0].rstrip()) or "the model itself" for name in names))
+    more = f", {len(modules) - most} more" if len(modules) > most else ""
+    return ", ".join(modules[:most]) + more
 
 
-def _held(program: Program) -> Table:
+def _parameter_table(program: LoweredProgram) -> Table:
     table = Table("parameter", "count", "shape", "a rank has", "laid out", "gradient summed over", "stored split",
                   title="how parameters are held", title_justify="left")  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     first = dict.fromkeys(program.mesh.names, 0)
-    for holding in program.holdings:
+    for holding in program.parameters:
         local = holding.layout.local_shape(holding.shape, program.mesh.sizes, first)
-        sums = ", ".join(axis for axis, held in holding.layout.rest if held == FANNED)
+        sums = ", ".join(axis for axis, state in holding.layout.rest if state == REPLICATE)
         sums = sums if holding.trainable else "frozen"
         zero = ", ".join(f"{_zero(level)} over {axis}" for axis, level in holding.zero)
         cuts = str(holding.layout).split(" (")[0]
@@ -200,11 +200,11 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "one number"
 
 
-def _memory(program: Program) -> Iterator[Text]:
-    every, trained = program.holdings, [held for held in program.holdings if held.trainable]
+def _memory(program: LoweredProgram) -> Iterator[Text]:
+    every, trained = program.parameters, [parameter for parameter in program.parameters if parameter.trainable]
 
-    def total(held: Sequence[Holding], level: int, times: int = 1) -> str:
-        return said_bytes(times * sum(stored_bytes(program, one, level) for one in held))
+    def total(parameters: Sequence[ParameterPlacement], level: int, times: int = 1) -> str:
+        return format_bytes(times * sum(stored_bytes(program, placement, level) for placement in parameters))
 
     yield Text(
         f"a rank keeps {total(every, 3)} of parameters, {total(trained, 2)} of gradients, "
@@ -212,13 +212,13 @@ def _memory(program: Program) -> Iterator[Text]:
     )
 
 
-def _sent(program: Program) -> Table:
+def _sent(program: LoweredProgram) -> Table:
     heads = ("when", "collective", "over", "count", "bytes a rank")
     table = Table(*heads, title="what a training step sends", title_justify="left")
-    found = totals(program)
-    for total in found:
+    sums = totals(program)
+    for total in sums:
         over = ", ".join(total.axes)
-        table.add_row(total.when, total.collective, over, str(total.count), said_bytes(total.bytes))
-    if not found:
+        table.add_row(total.when, total.collective, over, str(total.count), format_bytes(total.bytes))
+    if not sums:
         table.add_row("-", "nothing", "-", "0", "0 B")
     return table

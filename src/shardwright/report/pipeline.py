@@ -1,4 +1,4 @@
-"""A pipeline on one screen, from the plan file: the picture of its schedule, its stages, what almost won."""
+"""A pipeline on one screen, from the plan file: the picture of its schedule, its stages, the runners-up."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
-from ..schedule import Edge, Schedule, Times, draw, fewer, kind_named
-from .parts import indented, parts_of_time, percent, said_time, table_of
-from .traffic import said_bytes
+from ..schedule import Schedule, StageEdge, StageTimes, draw, fewer, schedule_kind
+from .communication import format_bytes
+from .text import format_time, indented, parts_of_time, percent, table_of
 
 MOST_LINES = 8  # of the picture
 MOST_STAGES = 8
 MOST_OTHERS = 4
 WIDTH = 110
 
-Said = Mapping[str, Any]
+Predicted = Mapping[str, Any]
 
 
 def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
     """The parts of the screen about time and stages."""
-    said = plan.predicted[entry]
-    yield from _time(said)
-    if len(said["pipeline"]["stages"]) > 1:
+    predicted = plan.predicted[entry]
+    yield from _time(predicted)
+    if len(predicted["pipeline"]["stages"]) > 1:
         yield Text(picture(plan, entry))
-    yield _stages(said["pipeline"]["stages"])
-    yield from _others(said)
+    yield _stages(predicted["pipeline"]["stages"])
+    yield from _others(predicted)
 
 
-def _time(said: Said) -> Iterator[RenderableType]:
-    step, pipeline = said["seconds"], said["pipeline"]
-    yield Text(f"a step takes {said_time(step)}", style="bold")
+def _time(predicted: Predicted) -> Iterator[RenderableType]:
+    step, pipeline = predicted["seconds"], predicted["pipeline"]
+    yield Text(f"a step takes {format_time(step)}", style="bold")
     kinds = {
-        "compute": said["compute"],
-        "waiting for communication in stages": said["waited"],
-        "bubble and messages": said["exposed"],
-        "sync and update": said["update"],
+        "compute": predicted["compute"],
+        "waiting for communication in stages": predicted["waited"],
+        "bubble and messages": predicted["exposed"],
+        "sync and update": predicted["update"],
     }
-    yield from parts_of_time(kinds, step, said["stopped"])
+    yield from parts_of_time(kinds, step, predicted["stopped"])
     slowest = f"the slowest stage computes {percent(pipeline['balance'] - 1)} longer than the mean"
     yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
 
@@ -50,18 +50,18 @@ def _time(said: Said) -> Iterator[RenderableType]:
 def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     """The schedule as it is predicted to run, the first and last lines of a large one."""
     stages = plan.predicted[entry]["pipeline"]["stages"]
-    seats = len(dict.fromkeys(stage["devices"] for stage in stages))
-    some = min(plan.microbatches, 3 * seats + 2)
+    pp_ranks = len(dict.fromkeys(stage["devices"] for stage in stages))
+    some = min(plan.microbatches, 3 * pp_ranks + 2)
     if plan.steps is not None:
         schedule = fewer(Schedule.from_json(plan.steps), some)
     else:
-        schedule = kind_named(plan.schedule).make(seats, some)
+        schedule = schedule_kind(plan.schedule).make(pp_ranks, some)
     apart = schedule.splits_weights
     times = [
-        Times(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
+        StageTimes(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
         for stage in stages
     ]
-    edges = [Edge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
+    edges = [StageEdge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
     head, *lines = draw(schedule, times, edges, width).splitlines()
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
@@ -70,8 +70,8 @@ def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     return "\n".join([head.partition(", bubble")[0] + shown, *lines])
 
 
-def _stages(stages: Sequence[Said]) -> Table:
-    table = table_of("segment", "devices", "mesh", "has", ">recomputed", ">forward", ">backward", ">memory")
+def _stages(stages: Sequence[Predicted]) -> Table:
+    table = table_of("stage", "devices", "mesh", "has", ">recomputed", ">forward", ">backward", ">memory")
     rows = [(number, stage) for number, stage in enumerate(stages)]
     cut = len(rows) > MOST_STAGES
     shown = [*rows[: MOST_STAGES // 2], *rows[-(MOST_STAGES // 2) :]] if cut else rows
@@ -79,30 +79,32 @@ def _stages(stages: Sequence[Said]) -> Table:
         if cut and at == MOST_STAGES // 2:
             table.add_row(f"  .. {len(rows) - MOST_STAGES} more")
         again = str(stage["recompute"]) if stage["recompute"] else "-"
-        numbers = (again, said_time(stage["forward"]), said_time(stage["backward"]), said_bytes(stage["memory"]))
+        numbers = (again, format_time(stage["forward"]), format_time(stage["backward"]), format_bytes(stage["memory"]))
         table.add_row(f"  {number}", stage["devices"], stage["mesh"], Text(_layers(stage["layers"])), *numbers)
     return table
 
 
 def _layers(paths: Sequence[str], most: int = 3) -> str:
     """Modules in words: "words, blocks.0-3, norm"."""
-    found: list[str] = []
-    for key, held in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):
-        run = list(held)
+    names: list[str] = []
+    for key, group in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):
+        run = list(group)
         ends = f"{run[0].rpartition('.')[2]}-{run[-1].rpartition('.')[2]}"
-        found.append(f"{key}.{ends}" if len(run) > 1 else run[0])
-    named = [path for path in found if not path.startswith("/")] or found
+        names.append(f"{key}.{ends}" if len(run) > 1 else run[0])
+    named = [path for path in names if not path.startswith("/")] or names
     return ", ".join(named[:most]) + (f", {len(named) - most} more" if len(named) > most else "")
 
 
-def _others(said: Said) -> Iterator[RenderableType]:
-    pipeline, best = said["pipeline"], said["seconds"]
+def _others(predicted: Predicted) -> Iterator[RenderableType]:
+    pipeline, best = predicted["pipeline"], predicted["seconds"]
     flat = pipeline["flat"]
     if flat is None:
         yield indented("without a pipeline nothing was looked for, or nothing fits")
     else:
         yield indented(f"without a pipeline ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
-    words = [f"{one['said']}: {percent(one['seconds'] / best - 1)} slower" for one in pipeline["others"][:MOST_OTHERS]]
+    words = [
+        f"{other['said']}: {percent(other['seconds'] / best - 1)} slower" for other in pipeline["others"][:MOST_OTHERS]
+    ]
     if words:
         yield indented("next best: " + "; ".join(words))
     yield indented(f"{pipeline['looked']} pipelines were tried, {pipeline['left']} promised no more")

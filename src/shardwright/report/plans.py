@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ..errors import PlanError
-from ..plan import Plan, Segment
+from ..plan import Plan, PlanStage
 from ..plan.file import mesh_of, validate
 
 
@@ -21,12 +21,12 @@ def read_plan(path: str | Path) -> Plan:
     validate(data, path)
     entries = {
         entry: tuple(
-            Segment(
-                mesh=mesh_of(data, held),
-                choices={name: {} for name in held.get("ops", ())} | held["choices"],
-                recompute=tuple(held["recompute"]),
+            PlanStage(
+                mesh=mesh_of(data, stage),
+                choices={name: {} for name in stage.get("ops", ())} | stage["choices"],
+                recompute=tuple(stage["recompute"]),
             )
-            for held in segments
+            for stage in segments
         )
         for entry, segments in data["entries"].items()
     }
@@ -34,7 +34,7 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"{path} has no entry, so it says nothing")
     return Plan(
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
-        entries=entries, storage={key: tuple(held.items()) for key, held in data["storage"].items()},
+        entries=entries, storage={key: tuple(stage.items()) for key, stage in data["storage"].items()},
         microbatches=data["microbatches"],
         schedule=data.get("schedule", ""), steps=data.get("steps"), local=data.get("local", False),
         notes=tuple(data["notes"]), predicted=data["predicted"],

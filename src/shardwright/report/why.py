@@ -13,27 +13,27 @@ from rich.text import Text
 from ..plan import Plan
 from ..plan.digest import atom_kinds
 from ..plan.folding import star
-from ..plan.whatif import Asked, Way, alternatives, find_ops
+from ..plan.whatif import Alternative, WhatIfQuery, alternatives, find_ops
 from ..rules import FAN, ROWS, Analysis
 from ..verify.measure import render
-from .made import Made
-from .parts import said_time
-from .traffic import said_bytes
+from .communication import format_bytes
+from .conditions import PlanConditions
+from .text import format_time
 
 MOST = 24  # ways that are looked at
 
-SAID = {FAN: "whole, its gradients in parts"}
+CHOICE_TEXT = {FAN: "whole, its gradients in parts"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
     """The ways to split an op (or the same op of all layers), the fastest first. Prints as a table."""
 
-    asked: Asked
-    ways: tuple[Way, ...]
+    query: WhatIfQuery
+    ways: tuple[Alternative, ...]
 
     @property
-    def chosen(self) -> Way:
+    def chosen(self) -> Alternative:
         return next(way for way in self.ways if way.chosen)
 
     def __rich__(self) -> Group:
@@ -43,16 +43,16 @@ class Why:
         return render(self)
 
     def _head(self) -> Iterator[RenderableType]:
-        facts, names = self.asked.facts, self.asked.ops
-        op = facts.graph.by_name[names[0]]
+        analysis, names = self.query.analysis, self.query.ops
+        op = analysis.graph.by_name[names[0]]
         count = f", {len(names)} times" if len(names) > 1 else ""
         yield Text(f"{names[0] if len(names) == 1 else star(names[0])}{count}", style="bold")
-        rule = facts.signatures[op.name].rule
-        values = facts.graph.values
+        rule = analysis.signatures[op.name].rule
+        values = analysis.graph.values
         shapes = ", ".join(str(list(values[name].shape)) for name in (*op.inputs, *op.outputs[:1]))
         yield Text(f"  {f'{op.source}; ' if op.source else ''}rule {rule.text if rule else 'none'}; shapes {shapes}")
         others = [way for way in self.ways if not way.chosen]
-        line = f"split {self._said(self.chosen.choice)}: a step takes {said_time(self.chosen.seconds)}"
+        line = f"split {self._choice_text(self.chosen.choice)}: a step takes {format_time(self.chosen.seconds)}"
         if others:
             best = min(others, key=lambda way: way.follow)
             line += f"; the best other way {_change(best.follow, self.chosen.seconds)}"
@@ -68,9 +68,9 @@ class Why:
         for way in self.ways:
             table.add_row(
                 "*" if way.chosen else "",
-                Text(self._said(way.choice)),
+                Text(self._choice_text(way.choice)),
                 *_times(way.seconds, base.seconds),
-                said_bytes(way.memory) if math.isfinite(way.memory) else "-",
+                format_bytes(way.memory) if math.isfinite(way.memory) else "-",
                 *_times(way.follow, base.seconds),
             )
         return table
@@ -81,31 +81,31 @@ class Why:
         yield Text("* as planned. alone: a step, and its memory, if nothing else changes.")
         yield Text("if others follow: a step of the best plan on this mesh, within the memory, that splits the op so.")
 
-    def _said(self, choice: Mapping[str, str]) -> str:
+    def _choice_text(self, choice: Mapping[str, str]) -> str:
         """A choice in words: "dp: ma (batch), tp: n (weights)"."""
-        facts = self.asked.facts
-        kinds, roles = atom_kinds(facts), {role.name: role for role in facts.signatures[self.asked.ops[0]].roles}
+        analysis = self.query.analysis
+        kinds, roles = atom_kinds(analysis), {role.name: role for role in analysis.signatures[self.query.ops[0]].roles}
 
-        def one(picked: str) -> str:
+        def role_text(picked: str) -> str:
             if picked in roles:
                 return f"{picked} ({kinds.get(roles[picked].atom, 'other')})"
-            return "a partial sum passes" if picked.startswith(ROWS) else SAID.get(picked, picked)
+            return "a partial sum passes" if picked.startswith(ROWS) else CHOICE_TEXT.get(picked, picked)
 
-        return ", ".join(f"{axis}: {one(picked)}" for axis, picked in choice.items()) or "not split"
+        return ", ".join(f"{axis}: {role_text(picked)}" for axis, picked in choice.items()) or "not split"
 
 
-def why(plan: Plan, facts: Analysis, op: str, made: Made) -> Why:
+def why(plan: Plan, analysis: Analysis, op: str, conditions: PlanConditions) -> Why:
     """Why a plan splits an op the way it does."""
-    asked = Asked(
-        facts=facts,
-        cluster=made.cluster,
-        training=made.training,
+    query = WhatIfQuery(
+        analysis=analysis,
+        cluster=conditions.cluster,
+        training=conditions.training,
         plan=plan,
-        ops=find_ops(facts, plan, op),
-        rows=made.rows,
-        limit=made.limit,
+        ops=find_ops(analysis, plan, op),
+        rows=conditions.rows,
+        limit=conditions.limit,
     )
-    return Why(asked=asked, ways=alternatives(asked, MOST))
+    return Why(query=query, ways=alternatives(query, MOST))
 
 
 def _times(seconds: float, base: float) -> tuple[str, str]:
@@ -119,4 +119,4 @@ def _change(seconds: float, base: float) -> str:
     if not math.isfinite(seconds):
         return "does not fit"
     kind = "slower" if seconds >= base else "FASTER"
-    return f"is {said_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}, others following"
+    return f"is {format_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}, others following"

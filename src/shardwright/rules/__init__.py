@@ -1,10 +1,10 @@
 """What may be split: the notation, the rules by op family, and the atoms that tie ops together."""
 
-from . import kept, lookups, losses, norms, pointwise, products, reductions, space, transforms, views
+from . import lookups, losses, matmuls, norms, pointwise, reductions, spatial, transforms, user_calls, views
 from .atoms import Atoms
-from .chance import DROPOUTS, is_drawn_whole
 from .notation import Rule, parse
-from .registry import Call, find_rule, known_targets, register
+from .random_ops import DROPOUTS, is_random
+from .registry import OpCall, find_rule, known_targets, register
 from .role import FAN, ROWS, Role
 from .signature import Analysis, Find, Signature, analyse
 
@@ -14,25 +14,25 @@ __all__ = [
     "ROWS",
     "Analysis",
     "Atoms",
-    "Call",
     "Find",
+    "OpCall",
     "Role",
     "Rule",
     "Signature",
     "analyse",
     "find_rule",
-    "is_drawn_whole",
-    "kept",
+    "is_random",
     "known_targets",
     "lookups",
     "losses",
+    "matmuls",
     "norms",
     "parse",
     "pointwise",
-    "products",
     "reductions",
     "register",
-    "space",
+    "spatial",
     "transforms",
+    "user_calls",
     "views",
 ]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..layout import Axis, Block, Cut, make_cut
+from ..layout import Axis, Block, Shard, make_shard
 
 Dim = tuple[int, ...]
 """Atoms multiplied, outermost first."""
@@ -57,14 +57,14 @@ class Atoms:
     def expand(self, dim: Dim) -> Dim:
         """The same dim in leaves and rows of sections."""
         if self.known is not None:
-            kept = self.known.get(dim)
-            if kept is None:
-                kept = self.known[dim] = self._expand(dim)
-            return cast(Dim, kept)
+            atoms = self.known.get(dim)
+            if atoms is None:
+                atoms = self.known[dim] = self._expand(dim)
+            return cast(Dim, atoms)
         return self._expand(dim)
 
     def _expand(self, dim: Dim) -> Dim:
-        found: list[int] = []
+        atoms: list[int] = []
         stack = list(reversed(dim))
         while stack:
             atom = self._root(stack.pop())
@@ -72,8 +72,8 @@ class Atoms:
             if parts is not None and len(parts) == 1:
                 stack.extend(reversed(parts[0]))
             else:
-                found.append(atom)
-        return tuple(found)
+                atoms.append(atom)
+        return tuple(atoms)
 
     def _root(self, atom: int) -> int:
         """The atom at the end of a row of links, which then all lead there: in deep models such rows are long."""
@@ -83,8 +83,8 @@ class Atoms:
             passed.append(atom)
             (atom,) = parts[0]
             parts = self.parts[atom]
-        for held in passed[:-1]:
-            self.parts[held] = ((atom,),)
+        for passed_atom in passed[:-1]:
+            self.parts[passed_atom] = ((atom,),)
         return atom
 
     def sections(self, atom: int) -> tuple[Dim, ...] | None:
@@ -101,11 +101,11 @@ class Atoms:
                 if not atoms:
                     return None
                 atom = atoms.pop()
-                held = self.size[atom]
-                if size % held == 0:
+                own = self.size[atom]
+                if size % own == 0:
                     group.append(atom)
-                    size //= held
-                elif held % size == 0 and self.parts[atom] is None:
+                    size //= own
+                elif own % size == 0 and self.parts[atom] is None:
                     head, tail = self._split_leaf(atom, size)
                     group.append(head)
                     atoms.append(tail)
@@ -129,8 +129,8 @@ class Atoms:
         if sections is None:  # a leaf
             self.parts[atoms[0]] = sections = tuple(self.fresh(size) for size in sizes)
             return list(sections)
-        held = [self.product(section) for section in sections]
-        return list(sections) if held == list(sizes) else None
+        own = [self.product(section) for section in sections]
+        return list(sections) if own == list(sizes) else None
 
     def unify(self, a: Dim, b: Dim) -> bool:
         """Make two dims one, from the outermost factor on; False if something is left that differs."""
@@ -157,19 +157,19 @@ class Atoms:
         return not left and not right
 
     def _unify_equal(self, x: int, y: int) -> bool:
-        one, other = self.sections(x), self.sections(y)
-        if one is None and self.parts[x] is None:
+        left, right = self.sections(x), self.sections(y)
+        if left is None and self.parts[x] is None:
             self.parts[x] = ((y,),)
             return True
-        if other is None and self.parts[y] is None:
+        if right is None and self.parts[y] is None:
             self.parts[y] = ((x,),)
             return True
-        if one is None or other is None or [self.product(s) for s in one] != [self.product(s) for s in other]:
+        if left is None or right is None or [self.product(s) for s in left] != [self.product(s) for s in right]:
             return False
-        whole = True
-        for s, t in zip(one, other, strict=True):
-            whole = self.unify(s, t) and whole
-        return whole
+        unified = True
+        for s, t in zip(left, right, strict=True):
+            unified = self.unify(s, t) and unified
+        return unified
 
     def splittable(self, dim: Dim) -> Iterator[int]:
         """The atoms that an axis may take: leaves, what all sections of a row share, or else the row itself."""
@@ -179,7 +179,7 @@ class Atoms:
                 yield atom
                 continue
             shared = [set(self.splittable(section)) for section in sections]
-            common = [inner for inner in self.splittable(sections[0]) if all(inner in held for held in shared)]
+            common = [inner for inner in self.splittable(sections[0]) if all(inner in others for others in shared)]
             yield from common or [atom]
 
     def blocks(self, dim: Dim, atom: int) -> tuple[int, tuple[Block, ...]] | None:
@@ -193,25 +193,25 @@ class Atoms:
 
     def _blocks(self, dim: Dim, atom: int) -> tuple[int, tuple[Block, ...]] | None:
         atoms = self.expand(dim)
-        for at, held in enumerate(atoms):
+        for at, other in enumerate(atoms):
             outer, inner = self.product(atoms[:at]), self.product(atoms[at + 1 :])
-            if held == atom:
+            if other == atom:
                 return 1, (Block(outer, self.size[atom], inner),)
-            sections = self.sections(held)
+            sections = self.sections(other)
             if sections is None:
                 continue
-            found = [self.blocks(section, atom) for section in sections]
-            if all(part is not None and part[0] == 1 and len(part[1]) == 1 for part in found):
-                rows = [part[1][0] for part in found if part is not None]
+            blocks = [self.blocks(section, atom) for section in sections]
+            if all(part is not None and part[0] == 1 and len(part[1]) == 1 for part in blocks):
+                rows = [part[1][0] for part in blocks if part is not None]
                 return outer, tuple(Block(row.outer, row.size, row.inner * inner) for row in rows)
         return None
 
-    def cut(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Cut | None:
+    def shard(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Shard | None:
         """The cut that `axis` makes by taking `atom` of `dim`, after others have `taken` (atom, parts)."""
-        found = self.blocks(dim, atom)
-        if found is None:
+        blocks_of = self.blocks(dim, atom)
+        if blocks_of is None:
             return None
-        repeat, blocks = found
+        repeat, blocks = blocks_of
         left = {other: self.size[other] for other, _ in taken}
         for other, parts in taken:
             if left[other] % parts:
@@ -223,9 +223,9 @@ class Atoms:
             where = self.blocks(dim, other)
             if where is None or repeat != 1 or where[0] != 1 or len(blocks) != 1 or len(where[1]) != 1:
                 return None
-            (block,), (held,) = blocks, where[1]
-            if held.outer * held.size <= found[1][0].outer:
+            (block,), (size,) = blocks, where[1]
+            if size.outer * size.size <= blocks_of[1][0].outer:
                 blocks = (Block(block.outer // parts, block.size, block.inner),)
             else:
                 blocks = (Block(block.outer, block.size, block.inner // parts),)
-        return make_cut(axis, blocks, repeat)
+        return make_shard(axis, blocks, repeat)

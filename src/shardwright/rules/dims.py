@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from .notation import Rule, parse
-from .registry import Call, letters
+from .registry import OpCall, letters
 
 
-def named(shape: Sequence[int], prefix: str = "") -> list[str]:
+def label_dims(shape: Sequence[int], prefix: str = "") -> list[str]:
     """One label for each dim; dims of size 1 have none."""
     return [name if size != 1 else "1" for name, size in zip(letters(len(shape), prefix), shape, strict=True)]
 
@@ -27,18 +27,20 @@ def stretched(shape: Sequence[int], out: Sequence[int], names: Sequence[str]) ->
     """The labels of a tensor that broadcasts to dims called `names`; none where it is stretched."""
     lead = len(out) - len(shape)
     return [
-        name if held == size else "1" for name, held, size in zip(names[lead:], shape, out[lead:], strict=True)
+        name if own == size else "1" for name, own, size in zip(names[lead:], shape, out[lead:], strict=True)
     ]  # fmt: skip
 
 
-def joined(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The shape that some shapes broadcast to."""
     rank = max(map(len, shapes))
     aligned = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(max(sizes) for sizes in zip(*aligned, strict=True))
 
 
-def write(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], linear: Sequence[int | None] = ()) -> Rule:
+def write_rule(
+    inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], linear: Sequence[int | None] = ()
+) -> Rule:
     """A rule from the labels of each tensor, and the linear group of each input that has one."""
     groups = [*linear, *[None] * (len(inputs) - len(linear))]
     left = (
@@ -47,13 +49,13 @@ def write(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], lin
     return parse(f"{', '.join(left)} -> {', '.join(' '.join(dims) for dims in outputs)}")
 
 
-def through(call: Call, along: Collection[int], linear: bool = False) -> Rule:
+def through(call: OpCall, along: Collection[int], linear: bool = False) -> Rule:
     """An op that looks along some dims and leaves the others as they are.
 
     Dims looked along stay whole. They keep their label where an output has them at the same size, so that
     what is known about them goes on; all other dims are free. Inputs after the first are read whole.
     """
-    names = named(call.shape)
+    names = label_dims(call.shape)
     source = [blocked(name) if at in along else name for at, name in enumerate(names)]
 
     def result(shape: Sequence[int]) -> list[str]:
@@ -62,7 +64,7 @@ def through(call: Call, along: Collection[int], linear: bool = False) -> Rule:
             str(after) if at in along and after != before else name for at, (name, before, after) in enumerate(kept)
         ]
 
-    return write(
+    return write_rule(
         [source, *(["?"] for _ in call.inputs[1:])],
         [result(value.shape) for value in call.outputs],
         [1] if linear else [],

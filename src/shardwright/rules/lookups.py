@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .dims import blocked, joined, marked, named, stretched, write
+from .dims import blocked, broadcast_shape, label_dims, marked, stretched, write_rule
 from .notation import Rule, parse
-from .registry import Call, letters, rule
+from .registry import OpCall, letters, rule
 
 
 @rule("embedding")
-def embedding(call: Call) -> Rule:
+def embedding(call: OpCall) -> Rule:
     """A table split on its rows is looked up by the algorithm "rows", which leaves a partial sum.
 
     Where gradients are divided by how often an index occurs, only all indices together say that.
     """
     weight, ids = (call.inputs[0], call.inputs[1])
     if call.op.argument("scale_grad_by_freq", False):
-        whole = " ".join(map(str, ids.shape))
-        return parse(f"{weight.shape[0]} d ~1, {whole} -> {whole} d")
+        dims = " ".join(map(str, ids.shape))
+        return parse(f"{weight.shape[0]} d ~1, {dims} -> {dims} d")
     places = " ".join(n if s != 1 else "1" for n, s in zip(letters(len(ids.shape), "i"), ids.shape, strict=True))
     return (
         parse(f"v=rows+ d ~1, {places} -> {places} d") if weight.shape[0] > 1 else parse(f"1 d, {places} -> {places} d")
@@ -26,30 +26,30 @@ def embedding(call: Call) -> Rule:
 
 
 @rule("gather", "take_along_dim")
-def gather(call: Call) -> Rule | None:
+def gather(call: OpCall) -> Rule | None:
     """The dim gathered along is read whole, and the index's own is free; so are the others where sizes agree."""
     if call.op.argument("dim") is None or len(call.inputs[1].shape) != len(call.shape):
         return None
     dim, index = call.dim(), call.inputs[1].shape
-    names = named(index)
+    names = label_dims(index)
     left = [
-        name if at != dim and held == size else str(size)
-        for at, (name, held, size) in enumerate(zip(names, index, call.shape, strict=True))
+        name if at != dim and own == size else str(size)
+        for at, (name, own, size) in enumerate(zip(names, index, call.shape, strict=True))
     ]
     right = [
-        name if at == dim or held == size else str(held)
-        for at, (name, held, size) in enumerate(zip(names, index, call.shape, strict=True))
+        name if at == dim or own == size else str(own)
+        for at, (name, own, size) in enumerate(zip(names, index, call.shape, strict=True))
     ]
-    return write([left, right], [right], [1])
+    return write_rule([left, right], [right], [1])
 
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two",
       "aten.scatter.reduce", "aten.scatter.value_reduce")  # fmt: skip
-def scatter(call: Call) -> Rule:
+def scatter(call: OpCall) -> Rule:
     """Dims other than the one written along are free where all sizes agree. Adding is a sum over what is added."""
     dim, index = call.dim(), call.inputs[1].shape
     source = call.inputs[2].shape if len(call.inputs) > 2 else index
-    names = named(call.shape)
+    names = label_dims(call.shape)
     free = [at != dim and call.shape[at] == index[at] == source[at] for at in range(len(names))]
     adds = call.op.target == "aten.scatter_add.default"
     into = [name if free[at] else blocked(name) for at, name in enumerate(names)]
@@ -62,36 +62,36 @@ def scatter(call: Call) -> Rule:
         return parse(f"{' '.join(into)}&, {' '.join(other(index))}, {' '.join(other(source))} -> {' '.join(names)}")
     written = [[n if free[at] else str(v.shape[at]) for at, n in enumerate(names)] for v in call.inputs[1:]]
     replaces = call.op.target == "aten.scatter.src"
-    return write([into, *written], [names], [1, None, 1] if replaces else [])
+    return write_rule([into, *written], [names], [1, None, 1] if replaces else [])
 
 
 @rule("index_select")
-def index_select(call: Call) -> Rule:
-    dim, names = call.dim(), named(call.shape)
+def index_select(call: OpCall) -> Rule:
+    dim, names = call.dim(), label_dims(call.shape)
     source = list(names)
     source[dim] = str(call.shape[dim])
     names[dim] = "i" if call.outputs[0].shape[dim] != 1 else "1"
-    return write([source, [names[dim]][: len(call.inputs[1].shape)]], [names], [1])
+    return write_rule([source, [names[dim]][: len(call.inputs[1].shape)]], [names], [1])
 
 
 @rule("index_add", "index_copy", "aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
-def index_write(call: Call) -> Rule:
+def index_write(call: OpCall) -> Rule:
     """Rows are written by number: what is added is a sum over what is added, what is replaced is read whole."""
-    dim, names = call.dim(), named(call.shape)
+    dim, names = call.dim(), label_dims(call.shape)
     into = [blocked(name) if at == dim else name for at, name in enumerate(names)]
     count = call.inputs[1].shape
     if "index_fill" in call.op.target:
-        return write([into, [str(size) for size in count], *[[]] * (len(call.inputs) - 2)], [names])
+        return write_rule([into, [str(size) for size in count], *[[]] * (len(call.inputs) - 2)], [names])
     added = "index_add" in call.op.target and bool(count)
     row = "i+" if added and count[0] > 1 else str(count[0] if count else 1)
     source = [row if at == dim else name for at, name in enumerate(names)]
     if added:
         return parse(f"{' '.join(into)}&, {row}, {' '.join(source)} -> {' '.join(names)}")
-    return write([into, [row][: len(count)], source], [names], [1, None, 1])
+    return write_rule([into, [row][: len(count)], source], [names], [1, None, 1])
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class IndexDims:
     """For x[i, :, j]: the labels of x, of each index, and of what comes out, with its shape."""
 
     source: list[str]
@@ -101,27 +101,27 @@ class Places:
     own: frozenset[str]  # labels of the indices' own dims
 
 
-def _places(call: Call) -> Places | None:
+def _places(call: OpCall) -> IndexDims | None:
     """What x[i, :, j] reads and makes; None where a mask is an index.
 
     Dims that an index stands for are read whole. The indices' own dims, broadcast together, take the place of
     the first of them if they stand side by side, else they come first.
     """
-    held = list(call.op.argument("indices", ()))
-    tensors = [call.inputs[slot.index] for slot in held if slot is not None]
+    indices = list(call.op.argument("indices", ()))
+    tensors = [call.inputs[slot.index] for slot in indices if slot is not None]
     if any(value.dtype in ("bool", "uint8") for value in tensors) or not tensors:
         return None
-    held += [None] * (len(call.shape) - len(held))
-    at = [dim for dim, slot in enumerate(held) if slot is not None]
-    together = joined([value.shape for value in tensors])
-    labels, names = named(together, "i"), named(call.shape)
+    indices += [None] * (len(call.shape) - len(indices))
+    at = [dim for dim, slot in enumerate(indices) if slot is not None]
+    together = broadcast_shape([value.shape for value in tensors])
+    labels, names = label_dims(together, "i"), label_dims(call.shape)
     pairs = dict(enumerate(zip(names, call.shape, strict=True)))
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     kept = [dim for dim in pairs if dim not in at]
     result = [pairs[dim] for dim in kept if dim < first]
     result += zip(labels, together, strict=True)
     result += [pairs[dim] for dim in kept if dim >= first]
-    return Places(
+    return IndexDims(
         source=[str(size) if dim in at else name for dim, (name, size) in pairs.items()],
         indices=[stretched(value.shape, together, labels) for value in tensors],
         result=[name for name, _ in result],
@@ -131,37 +131,37 @@ def _places(call: Call) -> Places | None:
 
 
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def index(call: Call) -> Rule | None:
+def index(call: OpCall) -> Rule | None:
     """Dims that are indexed are read whole, the indices' own dims and the rest are free."""
-    found = _places(call)
-    return write([found.source, *found.indices], [found.result], [1]) if found else None
+    places = _places(call)
+    return write_rule([places.source, *places.indices], [places.result], [1]) if places else None
 
 
 @rule("index_put")
-def index_put(call: Call) -> Rule | None:
+def index_put(call: OpCall) -> Rule | None:
     """What is added is a sum over what is added; what replaces may only be split where no index is."""
-    found = _places(call)
-    if found is None:
+    places = _places(call)
+    if places is None:
         return None
     adds = bool(call.op.argument("accumulate", False))
 
     def shown(names: list[str]) -> list[str]:
-        return [(marked(name, "+") if adds else blocked(name)) if name in found.own else name for name in names]
+        return [(marked(name, "+") if adds else blocked(name)) if name in places.own else name for name in names]
 
-    values = stretched(call.inputs[-1].shape, found.shape, found.result)
-    into = " ".join(found.source) + ("&" if adds else "")
-    rest = [" ".join(shown(names)) for names in (*found.indices, values)]
-    return parse(f"{', '.join([into, *rest])} -> {' '.join(found.source)}")
+    values = stretched(call.inputs[-1].shape, places.shape, places.result)
+    into = " ".join(places.source) + ("&" if adds else "")
+    rest = [" ".join(shown(names)) for names in (*places.indices, values)]
+    return parse(f"{', '.join([into, *rest])} -> {' '.join(places.source)}")
 
 
 @rule("one_hot")
-def one_hot(call: Call) -> Rule:
-    names = named(call.shape)
+def one_hot(call: OpCall) -> Rule:
+    names = label_dims(call.shape)
     return parse(f"{' '.join(names)} -> {' '.join([*names, str(call.outputs[0].shape[-1])])}")
 
 
 @rule("aten.embedding_bag.default", "aten.embedding_bag.padding_idx", "aten._embedding_bag.default")
-def embedding_bag(call: Call) -> Rule:
+def embedding_bag(call: OpCall) -> Rule:
     """Columns of the table are free. Bags are runs of unequal length, so neither they nor their ids are split."""
     width = call.outputs[0].shape[-1]
     inputs = [[str(call.shape[0]), "d"], *([str(size) for size in value.shape] for value in call.inputs[1:])]
@@ -169,22 +169,22 @@ def embedding_bag(call: Call) -> Rule:
     for value in call.outputs:
         wide = len(value.shape) == 2 and value.shape[1] == width
         outputs.append([str(value.shape[0]), "d"] if wide else [str(size) for size in value.shape])
-    return write(inputs, outputs)
+    return write_rule(inputs, outputs)
 
 
 @rule("masked_scatter")
-def masked_scatter(call: Call) -> Rule:
+def masked_scatter(call: OpCall) -> Rule:
     """Values are taken in the order of the mask: nothing can be split."""
     return parse(f"{', '.join(['?'] * len(call.inputs))} -> {' '.join(map(str, call.outputs[0].shape))}")
 
 
 @rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
-def look_up(call: Call) -> Rule | None:
+def look_up(call: OpCall) -> Rule | None:
     """Each value asked for by itself, in a table that is read whole."""
     table_first = "searchsorted" in call.op.target
-    asked, table = (call.inputs[1], call.inputs[0]) if table_first else (call.inputs[0], call.inputs[1])
-    names = named(asked.shape)
+    queries, table = (call.inputs[1], call.inputs[0]) if table_first else (call.inputs[0], call.inputs[1])
+    names = label_dims(queries.shape)
     rows = [] if len(table.shape) == 1 or not table_first else names[:-1]
-    held = [*rows, *map(str, table.shape[len(rows) :])]
+    table_dims = [*rows, *map(str, table.shape[len(rows) :])]
     extra = [["?"]] * (len(call.inputs) - 2)
-    return write([held, names, *extra] if table_first else [names, held, *extra], [names])
+    return write_rule([table_dims, names, *extra] if table_first else [names, table_dims, *extra], [names])

@@ -121,12 +121,12 @@ class _Parser:
         if text.strip() == "?":
             return Term(anything=True)
         linear, bias = None, False
-        while found := _TAIL.search(text):
-            if found[1] == "&":
+        while tail := _TAIL.search(text):
+            if tail[1] == "&":
                 bias = True
             else:
-                linear = int(found[1][1:])
-            text = text[: found.start()]
+                linear = int(tail[1][1:])
+            text = text[: tail.start()]
         star, depth, at = False, 0, 0
         dims: list[Dim] = []
         sections: list[Section] = []

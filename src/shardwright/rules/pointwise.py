@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .dims import named, stretched, write
+from .dims import label_dims, stretched, write_rule
 from .notation import Rule
-from .registry import Call, rule
+from .registry import OpCall, rule
 
 LINEAR_UNARY = (
     "neg clone contiguous alias detach positive lift_fresh_copy mul.Scalar div.Scalar rad2deg deg2rad real imag"
@@ -43,39 +43,39 @@ def full_name(name: str) -> str:
 
 def broadcast(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], groups: Sequence[int | None]) -> Rule:
     """The rule of a pointwise op: a label for each dim of the output, absent where an input is stretched."""
-    names = named(out)
-    return write([stretched(shape, out, names) for shape in shapes], [names], groups)
+    names = label_dims(out)
+    return write_rule([stretched(shape, out, names) for shape in shapes], [names], groups)
 
 
-def pointwise(call: Call, groups: Sequence[int | None] | None = None) -> Rule:
+def pointwise(call: OpCall, groups: Sequence[int | None] | None = None) -> Rule:
     shapes = [value.shape for value in call.inputs]
     return broadcast(shapes, call.outputs[0].shape, groups or [None] * len(shapes))
 
 
 @rule(*(full_name(name) for name in f"{UNARY} {BINARY}".split()))
-def plain(call: Call) -> Rule:
+def plain(call: OpCall) -> Rule:
     return pointwise(call)
 
 
 @rule(*(full_name(name) for name in LINEAR_UNARY.split()))
-def linear_unary(call: Call) -> Rule:
+def linear_unary(call: OpCall) -> Rule:
     return pointwise(call, [1])
 
 
 @rule("aten.add.Tensor", "aten.sub.Tensor")
-def add(call: Call) -> Rule:
+def add(call: OpCall) -> Rule:
     """Linear in both jointly; adding a number is not linear at all."""
     both = len(call.inputs) == 2
     return pointwise(call, [1, 1] if both else [None])
 
 
 @rule("aten.rsub.Tensor")
-def reverse_subtract(call: Call) -> Rule:
+def reverse_subtract(call: OpCall) -> Rule:
     return pointwise(call, [1, 1])
 
 
 @rule("aten.mul.Tensor")
-def multiply(call: Call) -> Rule:
+def multiply(call: OpCall) -> Rule:
     """Linear in each by itself. A value times itself is linear in neither."""
     if len(call.inputs) == 2 and call.inputs[0].name == call.inputs[1].name:
         return pointwise(call)
@@ -83,14 +83,14 @@ def multiply(call: Call) -> Rule:
 
 
 @rule("aten.div.Tensor")
-def divide(call: Call) -> Rule:
+def divide(call: OpCall) -> Rule:
     if len(call.inputs) == 2 and call.inputs[0].name == call.inputs[1].name:
         return pointwise(call)
     return pointwise(call, [1, None][: len(call.inputs)])
 
 
 @rule("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
-def where(call: Call) -> Rule:
+def where(call: OpCall) -> Rule:
     """Jointly linear in the two branches if both are tensors."""
     groups: list[int | None] = [None] * len(call.inputs)
     if len(call.inputs) == 3:
@@ -99,7 +99,7 @@ def where(call: Call) -> Rule:
 
 
 @rule("aten._to_copy.default", "aten.to.dtype", "aten.type_as.default")
-def cast(call: Call) -> Rule:
+def cast(call: OpCall) -> Rule:
     """Linear from float to float and from int to float; rounding is not linear."""
     source, target = call.inputs[0], call.outputs[0]
     linear = target.floating or source.dtype == target.dtype
@@ -107,24 +107,24 @@ def cast(call: Call) -> Rule:
 
 
 @rule("aten.native_dropout.default", "aten.dropout.default")
-def dropout(call: Call) -> Rule:
+def dropout(call: OpCall) -> Rule:
     """Each element by itself; the mask is drawn by position (runtime.random)."""
-    names = named(call.shape)
-    return write([names], [names] * len(call.outputs), [1])
+    names = label_dims(call.shape)
+    return write_rule([names], [names] * len(call.outputs), [1])
 
 
 @rule("prelu")
-def prelu(call: Call) -> Rule:
+def prelu(call: OpCall) -> Rule:
     """The slope belongs to dim 1, wherever the others are."""
-    names = named(call.shape)
+    names = label_dims(call.shape)
     slope = names[1] if len(names) > 1 and call.inputs[1].shape == call.shape[1:2] else "1"
-    return write([names, [slope] * len(call.inputs[1].shape)], [names])
+    return write_rule([names, [slope] * len(call.inputs[1].shape)], [names])
 
 
 @rule("glu")
-def glu(call: Call) -> Rule:
+def glu(call: OpCall) -> Rule:
     """One half gates the other: the dim is (2, half), as in a split."""
-    dim, names = call.dim("dim", -1), named(call.outputs[0].shape)
+    dim, names = call.dim("dim", -1), label_dims(call.outputs[0].shape)
     half = names[dim]
     source = [*names[:dim], "2" if half == "1" else f"(2 {half})", *names[dim + 1 :]]
-    return write([source], [names]).with_sizes({} if half == "1" else {half: call.outputs[0].shape[dim]})
+    return write_rule([source], [names]).with_sizes({} if half == "1" else {half: call.outputs[0].shape[dim]})

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from .dims import blocked, marked, named, through, write
+from .dims import blocked, label_dims, marked, through, write_rule
 from .notation import Rule
-from .registry import Call, rule
+from .registry import OpCall, rule
 
 
-def _reduced(call: Call, mark: str, linear: bool) -> Rule:
+def _reduced(call: OpCall, mark: str, linear: bool) -> Rule:
     """A reduction over some dims, each marked; kept dims have size 1."""
     gone = set(call.dims())
-    names = named(call.shape)
+    names = label_dims(call.shape)
     source = [marked(name, mark) if at in gone else name for at, name in enumerate(names)]
     keep = call.op.argument("keepdim", False)
     result = ["1" if at in gone else name for at, name in enumerate(names) if at not in gone or keep]
-    return write([source], [result] * len(call.outputs), [1] if linear else [])
+    return write_rule([source], [result] * len(call.outputs), [1] if linear else [])
 
 
 @rule("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim", "aten.nansum.default",
       "aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")  # fmt: skip
-def total(call: Call) -> Rule:
+def reduce_dims(call: OpCall) -> Rule:
     """Split over a summed dim it leaves a partial sum; a mean leaves a share (lower.local divides by the whole)."""
     return _reduced(call, "+", call.inputs[0].floating and call.op.target.split(".")[1] in ("sum", "mean"))
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
-def extreme(call: Call) -> Rule:
+def extreme(call: OpCall) -> Rule:
     """The largest of the largest; a gradient would have to know which rank held it, so then the dim stays whole."""
     if call.outputs[0].gradient or call.outputs[0].dtype == "bool":
         return _reduced(call, "^", False)
@@ -44,11 +44,11 @@ def extreme(call: Call) -> Rule:
     "aten.nanmedian.default", "aten.mode.default", "aten.kthvalue.default", "aten.aminmax.default",
     "aten.quantile.scalar", "aten.nanquantile.scalar",
 )  # fmt: skip
-def blocked_reduction(call: Call) -> Rule:
+def blocked_reduction(call: OpCall) -> Rule:
     """Dims that go stay whole. Those that look along the last dim by default say so."""
     last = call.op.target.split(".")[1] in ("mode", "kthvalue") and call.op.argument("dim") is None
     if last:
-        return _reduced(Call(call.op.with_arguments(dim=-1), call.inputs, call.outputs), "^", False)
+        return _reduced(OpCall(call.op.with_arguments(dim=-1), call.inputs, call.outputs), "^", False)
     return _reduced(call, "^", False)
 
 
@@ -58,26 +58,26 @@ def blocked_reduction(call: Call) -> Rule:
     "aten.cumsum.default", "aten.cumprod.default", "aten.cummax.default", "aten.cummin.default",
     "aten.logcumsumexp.default",
 )  # fmt: skip
-def along(call: Call) -> Rule:
+def along(call: OpCall) -> Rule:
     """One dim is looked along and stays whole; all others are free."""
     return through(call, {call.dim("dim", -1)}, linear="cumsum." in call.op.target)
 
 
 @rule("diff")
-def diff(call: Call) -> Rule:
+def diff(call: OpCall) -> Rule:
     """Neighbours along a dim; what is put before or behind has the other dims too."""
     dim = call.dim("dim", -1)
-    names = named(call.shape)
+    names = label_dims(call.shape)
 
     def term(shape: tuple[int, ...]) -> list[str]:
         return [str(shape[at]) if at == dim else name for at, name in enumerate(names)]
 
     inputs = [term(value.shape) for value in call.inputs]
-    return write(inputs, [term(call.outputs[0].shape)], [1] * len(inputs))
+    return write_rule(inputs, [term(call.outputs[0].shape)], [1] * len(inputs))
 
 
 @rule("aten.trapezoid.dx")
-def trapezoid(call: Call) -> Rule:
-    dim, names = call.dim("dim", -1), named(call.shape)
+def trapezoid(call: OpCall) -> Rule:
+    dim, names = call.dim("dim", -1), label_dims(call.shape)
     source = [blocked(name) if at == dim else name for at, name in enumerate(names)]
-    return write([source], [[name for at, name in enumerate(names) if at != dim]], [1])
+    return write_rule([source], [[name for at, name in enumerate(names) if at != dim]], [1])

@@ -16,7 +16,7 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """An op with the values it reads and makes: what a rule may look at."""
 
     op: Op
@@ -30,8 +30,8 @@ class Call:
 
     def tensor(self, name: str) -> Value | None:
         """The value given for an argument, or None."""
-        held = self.op.tensor(name)
-        return next((value for value in self.inputs if value.name == held), None) if held else None
+        slot = self.op.tensor(name)
+        return next((value for value in self.inputs if value.name == slot), None) if slot else None
 
     def dim(self, name: str = "dim", default: int = 0, rank: int | None = None) -> int:
         """A dim argument, counted from the front."""
@@ -50,7 +50,7 @@ class Call:
         return tuple(dim % max(rank, 1) for dim in (value if isinstance(value, tuple) else (value,)))
 
 
-RuleFunction = Callable[[Call], "Rule | str | None"]
+RuleFunction = Callable[[OpCall], "Rule | str | None"]
 
 _TABLE: dict[str, RuleFunction] = {}
 
@@ -84,14 +84,14 @@ def register(target: str, text: str | RuleFunction) -> None:
         _TABLE[target] = text
 
 
-def find_rule(call: Call) -> Rule | None:
+def find_rule(call: OpCall) -> Rule | None:
     """The rule for a call, or None if the op has none (it then runs replicated)."""
     function = _TABLE.get(call.op.target)
     try:
-        found = function(call) if function is not None else None
+        rule = function(call) if function is not None else None
     except Declined:
         return None
-    return parse(found) if isinstance(found, str) else found
+    return parse(rule) if isinstance(rule, str) else rule
 
 
 def known_targets() -> frozenset[str]:
@@ -103,5 +103,5 @@ def letters(count: int, prefix: str = "") -> list[str]:
     return [prefix + (ascii_lowercase[index] if index < 26 else f"x{index}") for index in range(count)]
 
 
-def words(labels: Iterable[str]) -> str:
+def split_words(labels: Iterable[str]) -> str:
     return " ".join(labels)

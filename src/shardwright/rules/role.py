@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layout import Placement, fills
+from ..layout import Placement, fills_every_chunk
 
 FAN = "fan"
 """The choice of an op that runs whole and hands gradients back in parts."""
@@ -31,4 +31,4 @@ class Role:
 
     def fills(self, parts: int) -> bool:
         """Whether every part gets something: not every kernel can work on nothing."""
-        return fills(self.size, parts)
+        return fills_every_chunk(self.size, parts)

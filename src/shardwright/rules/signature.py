@@ -1,9 +1,7 @@
 """A rule bound to a call: which atoms every label stands for, and what a choice does to each tensor.
 
-`analyse` goes over a graph once, forward, and gives every dim of every value its atoms and
-every op its `Signature`. From then on an op's possible splits are its **roles**: a label
-and one atom in it. A choice of roles, one for each axis, fixes the layouts of all inputs
-and outputs (the two tables of docs/design.md, section 4).
+`analyse` goes over a graph once and gives every dim of every value its atoms and every op its `Signature`. The
+ways to split an op are its **roles**: a label and one atom in it. A choice of one role per axis fixes all layouts.
 """
 
 from __future__ import annotations
@@ -15,17 +13,17 @@ from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, SUMMED, WHOLE, Axis, Cut, Layout, Mesh, Partial, Placement, make_layout
+from ..layout import INVARIANT, PARTIAL, REPLICATE, Axis, Layout, Mesh, Partial, Placement, Shard, make_layout
 from . import notation
 from .atoms import Atoms, Dim
-from .chance import constants_of, is_drawn_whole
 from .notation import Rule, Term
-from .registry import Call, find_rule
+from .random_ops import constants_of, is_random
+from .registry import OpCall, find_rule
 from .role import FAN, ROWS, Picked, Place, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class LabelledTensor:
     """A tensor of an op with the labels of its dims."""
 
     value: str
@@ -46,38 +44,38 @@ class Signature:
 
     op: Op
     rule: Rule | None
-    inputs: tuple[Bound, ...]
-    outputs: tuple[Bound, ...]
+    inputs: tuple[LabelledTensor, ...]
+    outputs: tuple[LabelledTensor, ...]
     labels: Mapping[str, Dim]
     blocked: frozenset[str]
-    facts: Analysis = field(repr=False, compare=False)
+    analysis: Analysis = field(repr=False, compare=False)
     why: str = ""  # why there is no rule, where that is known
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         """The legal splits, labels in the order of the rule."""
-        found: list[Role] = []
-        atoms = self.facts.atoms
+        roles: list[Role] = []
+        atoms = self.analysis.atoms
         for label, dim in self.labels.items():
             if label in self.blocked:
                 continue
             if self._beside_label(label) is not None and self.beside(label) is None:
                 continue
-            held = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
-            for index, atom in enumerate(held):
-                name = label if len(held) == 1 else f"{label}.{index}"
-                found.append(Role(name=name, label=label, atom=atom, size=atoms.size[atom]))
-        return tuple(found)
+            splittable = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
+            for index, atom in enumerate(splittable):
+                name = label if len(splittable) == 1 else f"{label}.{index}"
+                roles.append(Role(name=name, label=label, atom=atom, size=atoms.size[atom]))
+        return tuple(roles)
 
     def _fits(self, label: str, atom: int) -> bool:
         """Whether every tensor that has the label has the atom there, once."""
-        atoms = self.facts.atoms
+        atoms = self.analysis.atoms
         for bound in (*self.inputs, *self.outputs):
             at = self._dim_of(bound, label)
             if at is None:
                 continue
-            dim = self.facts.dims[bound.value][at]
+            dim = self.analysis.dims[bound.value][at]
             if atoms.blocks(dim, atom) is None or atoms.expand(dim).count(atom) > 1:
                 return False
         return True
@@ -91,9 +89,10 @@ class Signature:
         other = self._beside_label(label)
         if other is None or other in self.blocked:
             return None
-        return next((atom for atom in self.facts.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None)
+        atoms = self.analysis.atoms.splittable(self.labels[other])
+        return next((atom for atom in atoms if self._fits(other, atom)), None)
 
-    def _dim_of(self, bound: Bound, label: str) -> int | None:
+    def _dim_of(self, bound: LabelledTensor, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
         key = (bound.dims, label)
         if key not in self.known:
@@ -104,12 +103,12 @@ class Signature:
     @cached_property
     def _beside(self) -> dict[str, tuple[str, ...]]:
         """For a label that is a section the labels of the sections beside it."""
-        found: dict[str, tuple[str, ...]] = {}
+        together: dict[str, tuple[str, ...]] = {}
         for bound in (*self.inputs, *self.outputs):
             for sections in bound.dims:
                 names = tuple(label for section in sections for label in section) if len(sections) > 1 else ()
-                found.update(dict.fromkeys(names, names))
-        return found
+                together.update(dict.fromkeys(names, names))
+        return together
 
     def role(self, name: str) -> Role:
         for role in self.roles:
@@ -142,22 +141,22 @@ class Signature:
         return id(self.known)
 
     def _layouts(self, picked: Picked) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        found = tuple(self._layout(number, picked) for number in range(len(self.inputs) + len(self.outputs)))
-        return found[: len(self.inputs)], found[len(self.inputs) :]
+        layouts = tuple(self._layout(number, picked) for number in range(len(self.inputs) + len(self.outputs)))
+        return layouts[: len(self.inputs)], layouts[len(self.inputs) :]
 
     def _layout(self, number: int, picked: Picked) -> Layout:
         """The layout of a tensor, inputs counted before outputs. Tensors of equal dims that are cut alike have one."""
         is_input = number < len(self.inputs)
         bound = self.inputs[number] if is_input else self.outputs[number - len(self.inputs)]
         places = tuple((name, size, self._place(number, bound, role)) for name, size, role in picked)
-        once, key = self.facts.once, (self.facts.dims[bound.value], places)
+        once, key = self.analysis.once, (self.analysis.dims[bound.value], places)
         if key not in once:
-            made = self._made(bound, places, picked)
-            once[key] = once.setdefault(made, made)
+            layout = self._build_layout(bound, places, picked)
+            once[key] = once.setdefault(layout, layout)
         return once[key]
 
-    def _made(self, bound: Bound, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
-        cuts: list[list[Cut]] = [[] for _ in bound.dims]
+    def _build_layout(self, bound: LabelledTensor, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
+        shards: list[list[Shard]] = [[] for _ in bound.dims]
         taken: list[list[tuple[int, int]]] = [[] for _ in bound.dims]
         rest: dict[str, Placement] = {}
         for (name, size, place), (_, _, role) in zip(places, picked, strict=True):
@@ -165,27 +164,28 @@ class Signature:
                 rest[name] = place
                 continue
             at, atom = place
-            cut = self.facts.atoms.cut(self.facts.dims[bound.value][at], atom, Axis(name=name, size=size), taken[at])
-            if cut is None:
+            dim = self.analysis.dims[bound.value][at]
+            shard = self.analysis.atoms.shard(dim, atom, Axis(name=name, size=size), taken[at])
+            if shard is None:
                 raise PlanError(
                     f"{self.op}: {name}={size} can't take {role} of {bound.value}, dim {at} of size "
-                    f"{self.facts.graph.values[bound.value].shape[at]}, after {', '.join(c.axis for c in cuts[at])}; "
-                    "the sizes do not divide"
+                    f"{self.analysis.graph.values[bound.value].shape[at]}, after "
+                    f"{', '.join(c.axis for c in shards[at])}; the sizes do not divide"
                 )
-            cuts[at].append(cut)
+            shards[at].append(shard)
             taken[at].append((atom, size))
-        return make_layout(cuts, rest)
+        return make_layout(shards, rest)
 
-    def _place(self, number: int, bound: Bound, picked: str) -> Place:
+    def _place(self, number: int, bound: LabelledTensor, picked: str) -> Place:
         """What a role does to a tensor, whatever the axis."""
         key = (self.op.name, number, picked)  # ops that are alike have atoms of their own
         if key not in self.known:
             self.known[key] = self._placed(bound, picked, number < len(self.inputs))
         return cast("Place", self.known[key])
 
-    def _placed(self, bound: Bound, picked: str, is_input: bool) -> Place:
+    def _placed(self, bound: LabelledTensor, picked: str, is_input: bool) -> Place:
         if picked == FAN or picked.startswith(ROWS):
-            held = self._unsplit(bound, picked, is_input)
+            placement = self._unsplit(bound, picked, is_input)
         else:
             role = self.role(picked)
             at, atom = self._dim_of(bound, role.label), role.atom
@@ -193,27 +193,27 @@ class Signature:
                 at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
             if at is not None:
                 return at, atom
-            held = self._absent(bound, role, is_input)
-        return held if held != FANNED or self.facts.graph.values[bound.value].gradient else WHOLE
+            placement = self._absent(bound, role, is_input)
+        return placement if placement != REPLICATE or self.analysis.graph.values[bound.value].gradient else INVARIANT
 
-    def _unsplit(self, bound: Bound, picked: str, is_input: bool) -> Placement:
+    def _unsplit(self, bound: LabelledTensor, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
-            return FANNED
+            return REPLICATE
         if not is_input or bound.bias or bound.linear == int(picked.removeprefix(ROWS)):
-            return SUMMED  # a bias is added once, so it comes in parts as well
-        return FANNED
+            return PARTIAL  # a bias is added once, so it comes in parts as well
+        return REPLICATE
 
-    def _absent(self, bound: Bound, role: Role, is_input: bool) -> Placement:
+    def _absent(self, bound: LabelledTensor, role: Role, is_input: bool) -> Placement:
         assert self.rule is not None
         algorithm = self.rule.algorithms.get(role.label)
         if is_input:
-            return SUMMED if bound.bias and role.label in self.rule.sums else FANNED
+            return PARTIAL if bound.bias and role.label in self.rule.sums else REPLICATE
         if algorithm is not None:
-            return SUMMED if algorithm.partial else WHOLE
+            return PARTIAL if algorithm.partial else INVARIANT
         if role.label in self.rule.sums:
             return Partial(self.rule.sums[role.label])
-        if not self.facts.graph.values[bound.value].gradient:
-            return WHOLE  # another output has the label, and this one does not depend on it
+        if not self.analysis.graph.values[bound.value].gradient:
+            return INVARIANT  # another output has the label, and this one does not depend on it
         raise PlanError(f"{self.op} can't be split on {role.name}: {bound.value} neither has it nor sums it")
 
 
@@ -246,13 +246,13 @@ class Analysis:
     @cached_property
     def lean(self) -> tuple[Op, ...]:
         """The ops with a gradient that depend on parameters only."""
-        graph, found = self.graph, list[Op]()
+        graph, ops = self.graph, list[Op]()
         lean = {parameter.value for parameter in graph.parameters} | self.constants
         for op in graph.ops:
             if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
                 lean |= set(op.outputs)
-                found.append(op)
-        return tuple(found)
+                ops.append(op)
+        return tuple(ops)
 
     @cached_property
     def owned(self) -> frozenset[int]:
@@ -263,53 +263,53 @@ class Analysis:
     @cached_property
     def by_atom(self) -> dict[int, tuple[tuple[Op, Role], ...]]:
         """For each atom the ops that can be split on it (each op once)."""
-        found: dict[int, list[tuple[Op, Role]]] = {}
+        roles: dict[int, list[tuple[Op, Role]]] = {}
         for op in self.graph.ops:
             seen: set[int] = set()
             for role in self.signatures[op.name].roles:
                 if role.atom not in seen:
                     seen.add(role.atom)
-                    found.setdefault(role.atom, []).append((op, role))
-        return {atom: tuple(uses) for atom, uses in found.items()}
+                    roles.setdefault(role.atom, []).append((op, role))
+        return {atom: tuple(uses) for atom, uses in roles.items()}
 
 
-Find = Callable[[Call], "tuple[Rule | None, str]"]
+Find = Callable[[OpCall], "tuple[Rule | None, str]"]
 """How the rule of a call is found; without one, why there is none."""
 
 
-def written(call: Call) -> tuple[Rule | None, str]:
+def has_written_rule(call: OpCall) -> tuple[Rule | None, str]:
     """The rule that somebody wrote, and no other."""
     return find_rule(call), ""
 
 
-def analyse(graph: Graph, find: Find = written) -> Analysis:
+def analyse(graph: Graph, find: Find = has_written_rule) -> Analysis:
     """Give every dim its atoms and every op its signature."""
     atoms = Atoms()
     dims: dict[str, tuple[Dim, ...]] = {}
     batch: Dim = atoms.fresh(graph.batch) if graph.batch else ()
-    for held in graph.inputs:
-        shape = graph.values[held.value].shape
-        lead = [batch] if batch and graph.is_batched(held) else []
-        dims[held.value] = (*lead, *(atoms.fresh(size) for size in shape[len(lead) :]))
+    for item in graph.inputs:
+        shape = graph.values[item.value].shape
+        lead = [batch] if batch and graph.is_batched(item) else []
+        dims[item.value] = (*lead, *(atoms.fresh(size) for size in shape[len(lead) :]))
     for name in (*(p.value for p in graph.parameters), *(b.value for b in graph.buffers)):
         dims[name] = tuple(atoms.fresh(size) for size in graph.values[name].shape)
     signatures: dict[str, Signature] = {}
-    facts = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
+    analysis = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
     for op in graph.ops:
-        signatures[op.name] = _bind(op, facts, find)
+        signatures[op.name] = _bind(op, analysis, find)
     atoms.freeze()
-    return facts
+    return analysis
 
 
-def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
-    graph = facts.graph
+def _bind(op: Op, analysis: Analysis, find: Find) -> Signature:
+    graph = analysis.graph
     inputs = tuple(graph.values[name] for name in op.inputs)
     outputs = tuple(graph.values[name] for name in op.outputs)
-    rule, why = (None, "") if is_drawn_whole(op) else find(Call(op, inputs, outputs))
+    rule, why = (None, "") if is_random(op) else find(OpCall(op, inputs, outputs))
     labels: dict[str, Dim] = {}
     blocked: set[str] = set(rule.blocked) if rule else set()
-    bound_in: list[Bound] = []
-    bound_out: list[Bound] = []
+    bound_in: list[LabelledTensor] = []
+    bound_out: list[LabelledTensor] = []
     if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
         raise PlanError(
             f"the rule {rule.text!r} of {op} has {len(rule.inputs)} inputs and {len(rule.outputs)} outputs, "
@@ -318,18 +318,18 @@ def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
     terms = rule.inputs if rule else (Term(anything=True),) * len(inputs)
     for term, value in zip(terms, inputs, strict=True):
         patterns = tuple(_patterns(term, len(value.shape), op))
-        bound_in.append(Bound(value.name, patterns, term.linear, term.bias))
-        for pattern, dim, size in zip(patterns, facts.dims[value.name], value.shape, strict=True):
-            _bind_input(pattern, dim, size, rule, labels, blocked, facts.atoms)
+        bound_in.append(LabelledTensor(value.name, patterns, term.linear, term.bias))
+        for pattern, dim, size in zip(patterns, analysis.dims[value.name], value.shape, strict=True):
+            _bind_input(pattern, dim, size, rule, labels, blocked, analysis.atoms)
     terms = rule.outputs if rule else (Term(anything=True),) * len(outputs)
     for term, value in zip(terms, outputs, strict=True):
         patterns = tuple(_patterns(term, len(value.shape), op))
-        bound_out.append(Bound(value.name, patterns))
-        facts.dims[value.name] = tuple(
-            _bind_output(pattern, size, rule, labels, facts.atoms)
+        bound_out.append(LabelledTensor(value.name, patterns))
+        analysis.dims[value.name] = tuple(
+            _bind_output(pattern, size, rule, labels, analysis.atoms)
             for pattern, size in zip(patterns, value.shape, strict=True)
         )
-    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), facts, why)
+    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), analysis, why)
 
 
 def _patterns(term: Term, rank: int, op: Op) -> Iterator[notation.Dim]:
@@ -366,7 +366,7 @@ def _bind_input(
     if groups is None:  # this op can't be split there; what comes out is made of new atoms
         blocked.update(names)
         sizes = _sizes(names, size, rule, labels, atoms)
-        groups = [atoms.fresh(held) for held in sizes]
+        groups = [atoms.fresh(size) for size in sizes]
     for label, group in zip(names, groups, strict=True):
         if label in labels:
             atoms.unify(labels[label], group)
@@ -376,15 +376,15 @@ def _bind_input(
 
 def _sizes(names: list[str], size: int, rule: Rule, labels: dict[str, Dim], atoms: Atoms) -> list[int]:
     """Sizes of the labels of a product; at most one is inferred from the dim."""
-    found: list[int | None] = []
+    sizes: list[int | None] = []
     for name in names:
-        found.append(
+        sizes.append(
             rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None
         )
     known = 1
-    for held in found:
-        known *= held or 1
-    return [held if held is not None else size // known for held in found]
+    for known_size in sizes:
+        known *= known_size or 1
+    return [known_size if known_size is not None else size // known for known_size in sizes]
 
 
 def _bind_output(pattern: notation.Dim, size: int, rule: Rule | None, labels: dict[str, Dim], atoms: Atoms) -> Dim:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .dims import blocked, named, through, write
+from .dims import blocked, label_dims, through, write_rule
 from .notation import Rule, parse
-from .registry import Call, rule
+from .registry import OpCall, rule
 
 
 def regroup(source: Sequence[int], target: Sequence[int]) -> Rule:
@@ -62,7 +62,7 @@ def _dims(groups: Sequence[Sequence[str]]) -> str:
     "view", "reshape", "_unsafe_view", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze.dim",
     "aten.squeeze.dims", "unsqueeze", "_reshape_copy", "view_copy", "unsqueeze_copy",
 )  # fmt: skip
-def reshape(call: Call) -> Rule | None:
+def reshape(call: OpCall) -> Rule | None:
     if 0 in call.shape:
         return None
     return regroup(call.shape, call.outputs[0].shape)
@@ -73,22 +73,22 @@ def _permuted(names: Sequence[str], order: Sequence[int]) -> Rule:
 
 
 @rule("permute")
-def permute(call: Call) -> Rule:
-    return _permuted(named(call.shape), call.dims("dims"))
+def permute(call: OpCall) -> Rule:
+    return _permuted(label_dims(call.shape), call.dims("dims"))
 
 
 @rule("aten.transpose.int", "t")
-def transpose(call: Call) -> Rule:
+def transpose(call: OpCall) -> Rule:
     order = list(range(len(call.shape)))
     if len(order) > 1:
-        one = call.dim("dim0", -2)
+        first = call.dim("dim0", -2)
         two = call.dim("dim1", -1)
-        order[one], order[two] = order[two], order[one]
-    return _permuted(named(call.shape), order)
+        order[first], order[two] = order[two], order[first]
+    return _permuted(label_dims(call.shape), order)
 
 
 @rule("flip", "roll", "rot90", "fliplr", "flipud")
-def turned(call: Call) -> Rule | None:
+def turned(call: OpCall) -> Rule | None:
     """Dims that are turned know where they are; the others may be split."""
     kind = call.op.target.split(".")[1]
     dims = {"fliplr": {1}, "flipud": {0}}.get(kind) or set(call.dims("dims"))
@@ -97,32 +97,32 @@ def turned(call: Call) -> Rule | None:
     return through(call, dims, linear=True)
 
 
-def _quarter(call: Call) -> Rule:
+def _quarter(call: OpCall) -> Rule:
     """A quarter turn: two dims change places."""
-    one, two = call.dims("dims") if call.op.argument("dims") is not None else (0, 1)
-    names = named(call.shape)
-    names[one], names[two] = blocked(names[one]), blocked(names[two])
+    first, second = call.dims("dims") if call.op.argument("dims") is not None else (0, 1)
+    names = label_dims(call.shape)
+    names[first], names[second] = blocked(names[first]), blocked(names[second])
     result = list(names)
-    result[one], result[two] = names[two], names[one]
-    return write([names], [result], [1])
+    result[first], result[second] = names[second], names[first]
+    return write_rule([names], [result], [1])
 
 
 @rule("expand", "expand_copy", "broadcast_to")
-def expand(call: Call) -> Rule:
+def expand(call: OpCall) -> Rule:
     """A dim that grows from 1 is a label that the input lacks."""
     out = call.outputs[0].shape
-    names = named(out)
+    names = label_dims(out)
     shown = names[len(out) - len(call.shape) :]
     source = [name if size != 1 else "1" for name, size in zip(shown, call.shape, strict=True)]
-    return write([source], [names], [1])
+    return write_rule([source], [names], [1])
 
 
 @rule("repeat", "tile")
-def repeat(call: Call) -> Rule:
+def repeat(call: OpCall) -> Rule:
     """Copies side by side: the dim is (copies^, dim); a new or stretched dim can't be split."""
     out = call.outputs[0].shape
     pad = len(out) - len(call.shape)
-    source = named(call.shape)
+    source = label_dims(call.shape)
     result, sizes = ["1" if size == 1 else str(size) for size in out[:pad]], {}
     for at, (name, before, after) in enumerate(zip(source, call.shape, out[pad:], strict=True)):
         if before == after:
@@ -136,9 +136,9 @@ def repeat(call: Call) -> Rule:
 
 
 @rule("aten.repeat_interleave.self_int")
-def repeat_interleave(call: Call) -> Rule | None:
+def repeat_interleave(call: OpCall) -> Rule | None:
     """Copies next to each other: the dim becomes (dim, copies^), as grouped heads do."""
-    repeats, names = call.op.argument("repeats"), named(call.shape)
+    repeats, names = call.op.argument("repeats"), label_dims(call.shape)
     if call.op.argument("dim") is None or repeats < 2:
         return None
     dim, result = call.dim(), list(names)
@@ -147,17 +147,17 @@ def repeat_interleave(call: Call) -> Rule | None:
 
 
 @rule("aten.select.int")
-def select(call: Call) -> Rule:
-    dim, names = call.dim(), named(call.shape)
+def select(call: OpCall) -> Rule:
+    dim, names = call.dim(), label_dims(call.shape)
     kept = [name for at, name in enumerate(names) if at != dim]
     names[dim] = "1" if names[dim] == "1" else f"{names[dim]}^"
     return parse(f"{' '.join(names)} ~1 -> {' '.join(kept)}")
 
 
 @rule("aten.slice.Tensor")
-def slice_(call: Call) -> Rule:
+def slice_(call: OpCall) -> Rule:
     """A slice that is one of n equal parts goes through (n, part): rotary halves. Others are blocked."""
-    dim, names = call.dim(), named(call.shape)
+    dim, names = call.dim(), label_dims(call.shape)
     before, after = call.shape[dim], call.outputs[0].shape[dim]
     source, result, sizes = list(names), list(names), {}
     if before != after:
@@ -173,9 +173,9 @@ def slice_(call: Call) -> Rule:
 
 
 @rule("aten.split.Tensor", "split_with_sizes")
-def split(call: Call) -> Rule:
+def split(call: OpCall) -> Rule:
     """Equal parts are a product, unequal ones a row of sections."""
-    dim, names = call.dim(), named(call.shape)
+    dim, names = call.dim(), label_dims(call.shape)
     parts = [value.shape[dim] for value in call.outputs]
     if len(parts) == 1:
         return parse(f"{' '.join(names)} ~1 -> {' '.join(names)}")
@@ -191,17 +191,17 @@ def split(call: Call) -> Rule:
 
 
 @rule("aten.unbind.int")
-def unbind(call: Call) -> Rule:
-    dim, names = call.dim(), named(call.shape)
+def unbind(call: OpCall) -> Rule:
+    dim, names = call.dim(), label_dims(call.shape)
     kept = " ".join(name for at, name in enumerate(names) if at != dim)
     names[dim] = "1" if names[dim] == "1" else f"{names[dim]}^"
     return parse(f"{' '.join(names)} ~1 -> {', '.join([kept] * len(call.outputs))}")
 
 
 @rule("cat", "aten.concat.default")
-def cat(call: Call) -> Rule:
+def cat(call: OpCall) -> Rule:
     out = call.outputs[0].shape
-    dim, names = call.dim("dim", 0, rank=len(out)), named(out)
+    dim, names = call.dim("dim", 0, rank=len(out)), label_dims(out)
     parts = [value.shape[dim] if len(value.shape) == len(out) else 0 for value in call.inputs]
     if len(parts) == 1 or 0 in parts:
         return parse(f"{', '.join(['?'] * len(parts))} -> {' '.join(str(size) for size in out)}")
@@ -215,14 +215,14 @@ def cat(call: Call) -> Rule:
 
 
 @rule("stack")
-def stack(call: Call) -> Rule:
-    dim, names = call.dim("dim", 0, rank=len(call.shape) + 1), named(call.shape)
+def stack(call: OpCall) -> Rule:
+    dim, names = call.dim("dim", 0, rank=len(call.shape) + 1), label_dims(call.shape)
     result = [*names[:dim], str(len(call.inputs)), *names[dim:]]
     return parse(f"{', '.join([' '.join(names) + ' ~1'] * len(call.inputs))} -> {' '.join(result)}")
 
 
 @rule("constant_pad_nd", "pad")
-def pad(call: Call) -> Rule:
+def pad(call: OpCall) -> Rule:
     """Padded dims know where they end; the others may be split. Linear unless a number is put in."""
     widths = call.op.argument("pad", ())
     touched = {len(call.shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
@@ -230,33 +230,35 @@ def pad(call: Call) -> Rule:
 
 
 @rule("tril", "triu")
-def triangle(call: Call) -> Rule:
+def triangle(call: OpCall) -> Rule:
     """The last two dims know where they are."""
     return through(call, range(len(call.shape) - 2, len(call.shape)), linear=True)
 
 
 @rule("unfold", "unfold_copy")
-def unfold(call: Call) -> Rule:
+def unfold(call: OpCall) -> Rule:
     """Windows along a dim: it becomes their number, and a new last dim holds what is in them.
 
     Windows side by side (step = size) are a product of the two.
     """
-    dim, names = call.dim("dimension"), named(call.shape)
+    dim, names = call.dim("dimension"), label_dims(call.shape)
     size, step = call.op.argument("size"), call.op.argument("step")
     count = call.outputs[0].shape[dim]
     if step == size and count * size == call.shape[dim] and count > 1:
         source = [*names[:dim], f"(win {size})" if size > 1 else "win", *names[dim + 1 :]]
-        return write([source], [[*names[:dim], "win", *names[dim + 1 :], str(size)]], [1]).with_sizes({"win": count})
+        return write_rule([source], [[*names[:dim], "win", *names[dim + 1 :], str(size)]], [1]).with_sizes(
+            {"win": count}
+        )
     source = [*names[:dim], str(call.shape[dim]), *names[dim + 1 :]]
-    return write([source], [[*names[:dim], str(count), *names[dim + 1 :], str(size)]], [1])
+    return write_rule([source], [[*names[:dim], str(count), *names[dim + 1 :], str(size)]], [1])
 
 
 @rule("slice_scatter", "select_scatter")
-def scatter_slice(call: Call) -> Rule:
+def scatter_slice(call: OpCall) -> Rule:
     """A slice replaced by another tensor: the dim that is sliced stays whole."""
-    dim, names = call.dim(), named(call.shape)
+    dim, names = call.dim(), label_dims(call.shape)
     source = [blocked(name) if at == dim else name for at, name in enumerate(names)]
     kept = call.inputs[1].shape
     if "select" in call.op.target:
-        return write([source, [*names[:dim], *names[dim + 1 :]]], [names], [1, 1])
-    return write([source, [*names[:dim], str(kept[dim]), *names[dim + 1 :]]], [names], [1, 1])
+        return write_rule([source, [*names[:dim], *names[dim + 1 :]]], [names], [1, 1])
+    return write_rule([source, [*names[:dim], str(kept[dim]), *names[dim + 1 :]]], [names], [1, 1])

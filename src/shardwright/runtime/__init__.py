@@ -1,46 +1,48 @@
 """What generated code imports: groups, converters, algorithms, pieces, and the loop around them."""
 
-from shardwright.tie import cond, scan, while_loop
+from shardwright.control_flow import cond, scan, while_loop
 
-from . import comm
-from .holding import Held, Piece, cut
-from .later import fan_in_later
-from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_linears
-from .lookup import embedding_rows
-from .losses import begin_count, count_labels, cross_entropy, nll_loss
-from .norms import batch_norm
-from .own import Part, find, own
-from .stage import Count, Stage, recompute, share
+from .algorithms.custom_ops import SplitDim, custom_algorithm, find
+from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
+from .algorithms.lookup import embedding_rows
+from .algorithms.losses import begin_count, count_labels, cross_entropy, nll_loss
+from .algorithms.norms import batch_norm
+from .collectives import comm
+from .collectives.comm import R
+from .collectives.pending import all_reduce_pending
+from .model.program import Program, PrologueCount, local_size, recompute
+from .parameters.spec import ParameterEntry, ParameterSpec, shard
 from .world import Group, Groups, World, start
 
 __all__ = [
-    "Count",
     "Group",
     "Groups",
-    "Held",
-    "Part",
-    "Piece",
-    "Stage",
+    "ParameterEntry",
+    "ParameterSpec",
+    "Program",
+    "PrologueCount",
+    "R",
+    "SplitDim",
     "World",
+    "all_gather_linear",
+    "all_gather_linears",
+    "all_reduce_pending",
     "batch_norm",
     "begin_count",
     "comm",
     "cond",
     "count_labels",
     "cross_entropy",
-    "cut",
+    "custom_algorithm",
     "embedding_rows",
-    "fan_in_later",
-    "fan_out_linear",
-    "fan_out_linears",
     "find",
-    "gather_linear",
-    "gather_linears",
+    "local_size",
     "nll_loss",
-    "own",
     "recompute",
+    "replicate_linear",
+    "replicate_linears",
     "scan",
-    "share",
+    "shard",
     "start",
     "while_loop",
 ]

@@ -1,4 +1,4 @@
-"""Who am I, and with whom do I talk: the one place where rank, size, device and groups come from.
+"""The one place where rank, world size, device and process groups come from.
 
 No other module reads the environment, and this one only when a function is called.
 `Groups` makes the process groups of a mesh. Every rank makes every group, also those it
@@ -55,7 +55,7 @@ def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
 
 
 def backend_for(device: str) -> str:
-    """What ranks on devices of a type talk by; what they say about the program itself is on the CPU."""
+    """The backend for devices of a type; small objects always go over the CPU."""
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
 
 
@@ -89,12 +89,12 @@ def _device(alone: bool) -> torch.device:
 
 
 def shares_memory() -> bool:
-    """Whether ranks of one machine may talk over shared memory (see `nearby`)."""
+    """Whether ranks of one machine may communicate over shared memory (see `collectives/process_group.py`)."""
     return os.environ.get("SHARDWRIGHT_SHARED_MEMORY", "1") != "0"
 
 
 def compare_every() -> int:
-    """In how many calls of a model inputs are compared once (see `comparison`); 0: in the first of a program only."""
+    """Every how many calls of a model inputs are compared (see `input_comparison`); 0: in a program's first only."""
     return int(os.environ.get("SHARDWRIGHT_COMPARE_INPUTS", "1"))
 
 
@@ -114,7 +114,7 @@ class Group:
 
 
 class Moment(Group):
-    """A place on a time axis: which of `size` microbatches is running. Nobody can be talked to over time."""
+    """A place on a time axis: which of `size` microbatches is running. There is no communication over time."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class Groups:
     """The groups of a mesh: `groups["tp"]`, `groups["dp", "tp"]`. Made by all ranks together."""
 
     def __init__(self, mesh: Mesh, wanted: Iterable[Sequence[str] | str] = (), *, apart: bool = False) -> None:
-        """`apart` makes groups of their own, for talk that may come at any time between that of the others."""
+        """`apart` makes groups of their own, for communication that may interleave with that of the others."""
         world = here()
         self._apart = apart
         if max(mesh.devices) >= world.size:
@@ -141,29 +141,29 @@ class Groups:
         self.mesh = mesh
         self._rank = world.rank
         self._device_type = world.device.type
-        self._held: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[str, ...], Group] = {}
         single = {(name,) for name in mesh.names}
-        asked = {(item,) if isinstance(item, str) else tuple(item) for item in wanted}
-        for axes in sorted(single | asked | {()}):
+        requested = {(item,) if isinstance(item, str) else tuple(item) for item in wanted}
+        for axes in sorted(single | requested | {()}):
             self._make(axes)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
         key = (axes,) if isinstance(axes, str) else axes
-        if key not in self._held:
-            made = ", ".join(" ".join(item) for item in self._held if item)
+        if key not in self._groups:
+            known = ", ".join(" ".join(item) for item in self._groups if item)
             raise LayoutError(
-                f"no group over {' '.join(key)} was made on rank {self._rank}; there are: {made or 'none'}"
+                f"no group over {' '.join(key)} was made on rank {self._rank}; there are: {known or 'none'}"
             )
-        return self._held[key]
+        return self._groups[key]
 
     def device_mesh(self) -> DeviceMesh | None:
         """The same groups as a torch DeviceMesh over the axes longer than one, or None where there is none."""
         axes = [axis for axis in self.mesh.axes if axis.size > 1]
         if not axes or self._rank not in self.mesh.devices:
             return None
-        held = [self[axis.name].process_group for axis in axes]
+        process_groups = [self[axis.name].process_group for axis in axes]
         grid = torch.tensor(self.mesh.devices, dtype=torch.int).view([axis.size for axis in axes])
-        groups = [group for group in held if group is not None]
+        groups = [group for group in process_groups if group is not None]
         names = tuple(axis.name for axis in axes)
         return DeviceMesh.from_group(groups, self._device_type, mesh=grid, mesh_dim_names=names)
 
@@ -175,7 +175,7 @@ class Groups:
                 mine = (ranks, process_group)
         if mine is not None:
             ranks, process_group = mine
-            self._held[axes] = Group(
+            self._groups[axes] = Group(
                 axes=axes, size=len(ranks), index=ranks.index(self._rank), ranks=ranks, process_group=process_group
             )
 
@@ -186,35 +186,35 @@ def members(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
         mesh.axis(name)
     others = [name for name in mesh.names if name not in axes]
     place = {tuple(mesh.coordinates(rank).items()): rank for rank in mesh.devices}
-    found = []
+    groups = []
     for fixed in product(*(range(mesh.sizes[name]) for name in others)):
         ranks = []
         for moving in product(*(range(mesh.sizes[name]) for name in axes)):
             at = dict(zip((*others, *axes), (*fixed, *moving), strict=True))
             ranks.append(place[tuple((name, at[name]) for name in mesh.names)])
-        found.append(tuple(ranks))
-    return found
+        groups.append(tuple(ranks))
+    return groups
 
 
 # Process groups by the ranks they hold, in order, for each default process group.
 _Key = tuple[tuple[int, ...], bool]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup | None]] = WeakKeyDictionary()
-_made_lock = threading.Lock()
+_process_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup | None]] = WeakKeyDictionary()
+_process_groups_lock = threading.Lock()
 
 
 def _process_group(ranks: tuple[int, ...], apart: bool) -> dist.ProcessGroup | None:
     """The process group of these ranks, made if it is new; None on a rank that is not in it."""
-    whole = dist.group.WORLD
-    if whole is None:
+    world_group = dist.group.WORLD
+    if world_group is None:
         raise RankError("torch.distributed is not initialised; call shardwright.runtime.world.start() first")
     if ranks == tuple(range(dist.get_world_size())) and not apart:
-        return whole
-    with _made_lock:
-        made = _made.setdefault(whole, {})
-    if (ranks, apart) not in made:
-        group = dist.new_group(list(ranks), timeout=timeout_of(whole), sort_ranks=False)
-        made[ranks, apart] = group if dist.get_rank() in ranks else None
-    return made[ranks, apart]
+        return world_group
+    with _process_groups_lock:
+        known = _process_groups.setdefault(world_group, {})
+    if (ranks, apart) not in known:
+        group = dist.new_group(list(ranks), timeout=timeout_of(world_group), sort_ranks=False)
+        known[ranks, apart] = group if dist.get_rank() in ranks else None
+    return known[ranks, apart]
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -223,18 +223,18 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A group of all ranks that talks between CPUs, beside the others; None where there is one rank.
+    """A group of all ranks for CPU tensors, separate from the others; None where there is one rank.
 
     It waits as long as the others do, or for `timeout`. Made by all ranks together. Ranks that are threads have one
     group for all.
     """
-    whole = dist.group.WORLD if dist.is_initialized() else None
-    if whole is None or dist.get_world_size() == 1:
+    world_group = dist.group.WORLD if dist.is_initialized() else None
+    if world_group is None or dist.get_world_size() == 1:
         return None
     if not any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl")):
-        return whole
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout or timeout_of(whole))
-    return made
+        return world_group
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout or timeout_of(world_group))
+    return group
 
 
 def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -243,13 +243,13 @@ def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[
     NCCL runs what is in one group one after the other, so that a send would wait for the receive before it: there
     each pair has a group of its own. Gloo has one for all.
     """
-    found: dict[tuple[int, int], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     everyone = tuple(range(here().size))
     for pair in sorted(set(pairs)):
         group = _process_group(pair if device.type != "cpu" else everyone, apart=True)
         if group is not None:
-            found[pair] = group
-    return found
+            groups[pair] = group
+    return groups
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -258,5 +258,5 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         backend = group._get_backend(here().device)
     except RuntimeError:  # the threaded group has no backend
         return None
-    held = getattr(getattr(backend, "options", None), "_timeout", None)
-    return held if isinstance(held, timedelta) else None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

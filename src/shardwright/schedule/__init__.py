@@ -1,30 +1,56 @@
 """Schedules as data: what each device runs in which order, checked, simulated for its time, and drawn."""
 
 from .check import check
+from .dependencies import StageEdge
 from .draw import draw, draw_run
 from .greedy import greedy
-from .kinds import (
+from .known import (
     KINDS,
-    Kind,
+    ScheduleKind,
     eager,
     fewer,
     forward_only,
     gpipe,
     interleaved,
-    kind_named,
     one_f_one_b,
+    schedule_kind,
     spread,
     with_prologue,
     zbv,
     zero_bubble,
 )
-from .memory import Kept, in_flight
-from .simulate import UNIT, Run, Times, lower_bound, simulate
+from .memory import MicrobatchMemory, in_flight
+from .simulate import UNIT, SimulatedRun, StageTimes, lower_bound, simulate
 from .step import STEP_KINDS, Schedule, Step, StepKind
-from .wiring import Edge
 
 __all__ = [
-    "KINDS", "STEP_KINDS", "UNIT", "Edge", "Kept", "Kind", "Run", "Schedule", "Step", "StepKind", "Times", "check",
-    "draw", "draw_run", "eager", "fewer", "forward_only", "gpipe", "greedy", "in_flight", "interleaved", "kind_named",
-    "lower_bound", "one_f_one_b", "simulate", "spread", "with_prologue", "zbv", "zero_bubble",
+    "KINDS",
+    "STEP_KINDS",
+    "UNIT",
+    "MicrobatchMemory",
+    "Schedule",
+    "ScheduleKind",
+    "SimulatedRun",
+    "StageEdge",
+    "StageTimes",
+    "Step",
+    "StepKind",
+    "check",
+    "draw",
+    "draw_run",
+    "eager",
+    "fewer",
+    "forward_only",
+    "gpipe",
+    "greedy",
+    "in_flight",
+    "interleaved",
+    "lower_bound",
+    "one_f_one_b",
+    "schedule_kind",
+    "simulate",
+    "spread",
+    "with_prologue",
+    "zbv",
+    "zero_bubble",
 ]  # fmt: skip

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 from ..errors import ScheduleError, raise_all
-from .memory import Kept, fullest
+from .dependencies import Dependencies, Edges, StageEdge, dependencies_of, merged
+from .memory import MicrobatchMemory, fullest
 from .step import STEP_KINDS, Devices, Schedule, Step, StepKind, show_devices
-from .wiring import Edge, Edges, Wiring, merged, wire
 
 MOST_FAULTS = 12
 
@@ -23,7 +23,7 @@ def check(
     edges: Edges,
     *,
     limit: float | Sequence[float] | None = None,
-    sizes: Sequence[Kept] | None = None,
+    sizes: Sequence[MicrobatchMemory] | None = None,
 ) -> Schedule:
     """Return the schedule, or raise one error that says what is wrong with it.
 
@@ -42,7 +42,7 @@ def check(
         *_too_full(schedule, rows, limit, sizes),
     ]
     _refuse(schedule, faults)
-    if circle := deadlock(wire(schedule, joined.values())):
+    if circle := deadlock(dependencies_of(schedule, joined.values())):
         _refuse(schedule, [circle])
     return schedule
 
@@ -51,7 +51,7 @@ class _Row:
     """What devices that do the same run, and what they hold."""
 
     def __init__(self, devices: Devices, schedule: Schedule) -> None:
-        self.name = _said(devices)
+        self.name = _device_label(devices)
         self.devices = devices
         self.steps = schedule.devices[devices[0]]
         self.segments = frozenset(schedule.held_by(devices[0]))
@@ -63,7 +63,7 @@ def _refuse(schedule: Schedule, faults: list[str]) -> None:
     raise_all(ScheduleError, f"the schedule {schedule} can't run:", faults[:MOST_FAULTS] + more)
 
 
-def _odd_edges(schedule: Schedule, edges: dict[tuple[int, int], Edge]) -> Iterator[str]:
+def _odd_edges(schedule: Schedule, edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     for source, target in edges:
         if not 0 <= min(source, target) <= max(source, target) < schedule.segments:
             yield f"a value crosses from segment {source} to {target}; there are only 0 to {schedule.segments - 1}"
@@ -77,7 +77,7 @@ def _misplaced(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
         for step, times in Counter(row.steps).items():
             if step.segment not in row.segments:
                 known = 0 <= step.segment < schedule.segments
-                where = f"lies on {_said(schedule.holders[step.segment])}" if known else "there is none"
+                where = f"lies on {_device_label(schedule.holders[step.segment])}" if known else "there is none"
                 yield f"{row.name}: {step} is of segment {step.segment}, which it does not hold ({where})"
             elif not 0 <= step.microbatch < (1 if step.kind == "P" else schedule.microbatches):
                 why = "a prologue has microbatch 0" if step.kind == "P" else "there is no such microbatch"
@@ -110,7 +110,7 @@ def _natural(step: Step) -> tuple[int, int]:
     return step.microbatch, STEP_KINDS.index(step.kind)
 
 
-def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, int], Edge]) -> Iterator[str]:
+def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     """Steps of one device of which the later one makes what the earlier one needs."""
     for row in rows:
         own = sorted(row.segments)
@@ -132,22 +132,25 @@ def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, i
 
 def _disagreeing(rows: list[_Row]) -> Iterator[str]:
     """Devices that hold segments together and run the steps of these in different orders."""
-    for one, other in combinations(rows, 2):
-        if common := one.segments & other.segments:
+    for first, other in combinations(rows, 2):
+        if common := first.segments & other.segments:
             both = [
                 [step for step in mine.place if step.segment in common and step in its.place]
-                for mine, its in ((one, other), (other, one))
+                for mine, its in ((first, other), (other, first))
             ]
             if both[0] != both[1]:
                 left, right = next((left, right) for left, right in zip(*both, strict=True) if left != right)
                 yield (
-                    f"{one.name} runs {left} where {other.name} runs {right}: devices run the steps of segments that "
-                    f"they hold together in the same order"
+                    f"{first.name} runs {left} where {other.name} runs {right}: devices run the steps of segments that "
+                    f"they share in the same order"
                 )
 
 
 def _too_full(
-    schedule: Schedule, rows: list[_Row], limit: float | Sequence[float] | None, sizes: Sequence[Kept] | None
+    schedule: Schedule,
+    rows: list[_Row],
+    limit: float | Sequence[float] | None,
+    sizes: Sequence[MicrobatchMemory] | None,
 ) -> Iterator[str]:
     if limit is None:
         return
@@ -164,7 +167,7 @@ def _too_full(
             )
 
 
-def deadlock(wiring: Wiring) -> str | None:
+def deadlock(wiring: Dependencies) -> str | None:
     """The devices that wait for each other in a circle, or None if every step gets its turn."""
     waits, microbatches = list(wiring.waits), wiring.microbatches
     todo = [row[0] for row in wiring.rows if row]
@@ -183,7 +186,7 @@ def deadlock(wiring: Wiring) -> str | None:
     return None if stuck is None else _circle(wiring, heads, done, stuck)
 
 
-def _circle(wiring: Wiring, heads: list[int | None], done: set[int], group: int) -> str:
+def _circle(wiring: Dependencies, heads: list[int | None], done: set[int], group: int) -> str:
     """From a device that stands still to the one that it waits for, until one comes again."""
     legs: dict[int, str] = {}
     while group not in legs:
@@ -192,7 +195,7 @@ def _circle(wiring: Wiring, heads: list[int | None], done: set[int], group: int)
         wanted = next((source for source in wiring.sources(head) if source not in done), head)
         holding = [other for other, row in enumerate(wiring.rows) if wanted in row]
         late = next((other for other in holding if heads[other] != wanted), holding[0])
-        here, there = (_said(wiring.groups[at]) for at in (group, late))
+        here, there = (_device_label(wiring.groups[at]) for at in (group, late))
         legs[group] = f"{here} stands at {wiring.step(head)} until {there} runs {wiring.step(wanted)}"
         group = late
     circle = list(legs.values())[list(legs).index(group) :]
@@ -200,5 +203,5 @@ def _circle(wiring: Wiring, heads: list[int | None], done: set[int], group: int)
     return f"deadlock: {'; '.join(shown)}"
 
 
-def _said(devices: Devices) -> str:
+def _device_label(devices: Devices) -> str:
     return f"device{'s' if len(devices) > 1 else ''} {show_devices(devices)}"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from math import floor
 from string import ascii_lowercase
 
-from .simulate import UNIT, Run, Times, simulate
+from .dependencies import Edges
+from .simulate import UNIT, SimulatedRun, StageTimes, simulate
 from .step import Schedule, Step, show_devices
-from .wiring import Edges
 
 FRAMES = {"P": ("<", ">"), "F": (" ", " "), "B": ("[", "]"), "W": ("(", ")")}
 NARROW = {"P": "p", "F": "f", "B": "b", "W": "w"}  # where a step is too short for its label
@@ -23,14 +23,16 @@ MARK = " ~ "
 LONGEST = 4  # cells that a step of usual length takes at most, so that one very short step does not stretch the rest
 
 
-def draw(schedule: Schedule, times: Sequence[Times] | None = None, edges: Edges | None = None, width: int = 120) -> str:
+def draw(
+    schedule: Schedule, times: Sequence[StageTimes] | None = None, edges: Edges | None = None, width: int = 120
+) -> str:
     """The picture of a schedule with these times, or with 1 for each step. Without edges segments form a chain."""
     if edges is None:
         edges = [(segment, segment + 1) for segment in range(schedule.segments - 1)]
     return draw_run(simulate(schedule, times or [UNIT] * schedule.segments, edges), width)
 
 
-def draw_run(run: Run, width: int = 120) -> str:
+def draw_run(run: SimulatedRun, width: int = 120) -> str:
     """The picture of a run, at most so many letters wide."""
     schedule = run.schedule
     groups = schedule.groups()
@@ -50,7 +52,7 @@ def draw_run(run: Run, width: int = 120) -> str:
     return "\n".join([f"{schedule}, bubble {100 * run.bubble:.1f} %", *lines]) + "\n"
 
 
-def _scale(run: Run, cell: int) -> float:
+def _scale(run: SimulatedRun, cell: int) -> float:
     """Letters for a second, so that the label of the shortest step fits."""
     spans = sorted(
         round(end - start, 12)
@@ -64,20 +66,20 @@ def _scale(run: Run, cell: int) -> float:
 
 
 def _labels(schedule: Schedule, device: int) -> list[str]:
-    held = schedule.held_by(device)
+    segments = schedule.held_by(device)
 
     def label(step: Step) -> str:
         number = "P" if step.kind == "P" else str(step.microbatch)
-        if len(held) == 1:
+        if len(segments) == 1:
             return number
-        if len(held) > len(ascii_lowercase):
+        if len(segments) > len(ascii_lowercase):
             return f"{step.segment}.{number}"
-        return number + ascii_lowercase[held.index(step.segment)]
+        return number + ascii_lowercase[segments.index(step.segment)]
 
     return [label(step) for step in schedule.devices[device]]
 
 
-def _line(run: Run, device: int, labels: list[str], per_second: float) -> str:
+def _line(run: SimulatedRun, device: int, labels: list[str], per_second: float) -> str:
     line = ""
     steps = zip(run.schedule.devices[device], labels, run.starts[device], run.ends[device], strict=True)
     for step, label, start, end in steps:
@@ -102,5 +104,5 @@ def _shortened(line: str, width: int, cell: int) -> str:
     """The beginning and the end of a line that is too long, cut between cells of usual length."""
     if len(line) <= width:
         return line
-    kept = (width - len(MARK)) // (2 * cell) * cell
-    return f"{line[:kept]}{MARK}{line[len(line) - kept :]}"
+    shown = (width - len(MARK)) // (2 * cell) * cell
+    return f"{line[:shown]}{MARK}{line[len(line) - shown :]}"

@@ -12,10 +12,10 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from ..errors import ScheduleError
-from .memory import ONE, Kept
-from .simulate import Times
+from .dependencies import Edges, merged
+from .memory import ONE_MICROBATCH, MicrobatchMemory
+from .simulate import StageTimes
 from .step import STEP_KINDS, Devices, Schedule, Step, StepKind, show_devices
-from .wiring import Edges, merged
 
 Lane = tuple[StepKind, int]  # all microbatches of one kind and segment
 Event = tuple[float, StepKind, int, int, bool]  # when, what, and whether it ends there or a message for it arrives
@@ -24,11 +24,11 @@ Event = tuple[float, StepKind, int, int, bool]  # when, what, and whether it end
 def greedy(
     holders: Sequence[Devices],
     microbatches: int,
-    times: Sequence[Times],
+    times: Sequence[StageTimes],
     edges: Edges,
     *,
     limit: float | None = None,
-    sizes: Sequence[Kept] | None = None,
+    sizes: Sequence[MicrobatchMemory] | None = None,
     kinds: str = "FBW",
     name: str = "greedy",
 ) -> Schedule:
@@ -40,7 +40,7 @@ def greedy(
     if len(times) != len(holders):
         raise ScheduleError(f"there are {len(holders)} segments, but times of {len(times)}")
     maker = _Maker(tuple(holders), microbatches, tuple(times), edges, limit, sizes, kinds)
-    return Schedule(devices=maker.made(), holders=tuple(holders), microbatches=microbatches, name=name)
+    return Schedule(devices=maker.run(), holders=tuple(holders), microbatches=microbatches, name=name)
 
 
 class _Maker:
@@ -48,22 +48,22 @@ class _Maker:
         self,
         holders: tuple[Devices, ...],
         microbatches: int,
-        times: tuple[Times, ...],
+        times: tuple[StageTimes, ...],
         edges: Edges,
         limit: float | None,
-        sizes: Sequence[Kept] | None,
+        sizes: Sequence[MicrobatchMemory] | None,
         kinds: str,
     ) -> None:
         self.holders, self.microbatches, self.kinds = holders, microbatches, kinds
         self.limit = float("inf") if limit is None or kinds == "F" else limit
-        self.sizes = sizes or [ONE] * len(holders)
-        self.rows: list[list[Step]] = [[] for _ in range(1 + max(device for held in holders for device in held))]
-        self.kept = [0.0] * len(self.rows)
+        self.sizes = sizes or [ONE_MICROBATCH] * len(holders)
+        self.rows: list[list[Step]] = [[] for _ in range(1 + max(device for devices in holders for device in devices))]
+        self.saved = [0.0] * len(self.rows)
         self.busy = [False] * len(self.rows)
         self.spans: dict[Lane, float] = {}
         for at, time in enumerate(times):
-            whole = time.backward + (0.0 if "W" in kinds else time.weight)
-            self.spans |= {("F", at): time.forward, ("B", at): whole, ("W", at): time.weight}
+            full_backward = time.backward + (0.0 if "W" in kinds else time.weight)
+            self.spans |= {("F", at): time.forward, ("B", at): full_backward, ("W", at): time.weight}
         lanes: list[Lane] = [(kind, at) for kind in STEP_KINDS[1:] if kind in kinds for at in range(len(holders))]
         lanes.sort(key=lambda lane: ("BFW".index(lane[0]), -lane[1]))
         self.lanes = [[lane for lane in lanes if device in holders[lane[1]]] for device in range(len(self.rows))]
@@ -81,7 +81,7 @@ class _Maker:
         waits = {lane: sum(lane == reader for of in self.readers.values() for reader, _ in of) for lane in lanes}
         self.waits = {lane: [count] * microbatches for lane, count in waits.items()}
 
-    def made(self) -> tuple[tuple[Step, ...], ...]:
+    def run(self) -> tuple[tuple[Step, ...], ...]:
         """Go from event to event: a step ends, or a message arrives."""
         events: list[Event] = []
         for device in range(len(self.rows)):
@@ -108,16 +108,16 @@ class _Maker:
         if self.busy[device]:
             return
         for lane in self.lanes[device]:
-            at, held = self.next[lane], self.holders[lane[1]]
-            if at == self.microbatches or self.waits[lane][at] or any(self.busy[other] for other in held):
+            at, holders = self.next[lane], self.holders[lane[1]]
+            if at == self.microbatches or self.waits[lane][at] or any(self.busy[other] for other in holders):
                 continue
             more = self.growth(lane)
-            if more > 0 and any(self.kept[other] + more > self.limit for other in held):
+            if more > 0 and any(self.saved[other] + more > self.limit for other in holders):
                 continue
             self.next[lane] += 1
-            for other in held:
+            for other in holders:
                 self.busy[other] = True
-                self.kept[other] += more
+                self.saved[other] += more
                 self.rows[other].append(Step(*lane, at))
             heappush(events, (now + self.spans[lane], *lane, at, True))
             return

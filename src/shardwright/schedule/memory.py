@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .step import Schedule, Step
 
 
-class Kept(NamedTuple):
+class MicrobatchMemory(NamedTuple):
     """Bytes that one microbatch of a segment keeps on each of its devices.
 
     forward    from the end of its F to the end of its B
@@ -19,35 +19,35 @@ class Kept(NamedTuple):
     backward: float
 
 
-ONE = Kept(1, 1)  # counts microbatches, each until its last step
+ONE_MICROBATCH = MicrobatchMemory(1, 1)  # counts microbatches, each until its last step
 
 
-def in_flight(schedule: Schedule, sizes: Sequence[Kept] | None = None) -> tuple[float, ...]:
+def in_flight(schedule: Schedule, sizes: Sequence[MicrobatchMemory] | None = None) -> tuple[float, ...]:
     """For each device the most that it keeps at once: in bytes, or without sizes in microbatches of segments."""
     peaks = [0.0] * len(schedule.devices)
     for group in schedule.groups():
-        most, _ = fullest(schedule.devices[group[0]], sizes or [ONE] * schedule.segments)
+        most, _ = fullest(schedule.devices[group[0]], sizes or [ONE_MICROBATCH] * schedule.segments)
         for device in group:
             peaks[device] = most
     return tuple(peaks)
 
 
-def fullest(steps: Sequence[Step], sizes: Sequence[Kept]) -> tuple[float, Step | None]:
+def fullest(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> tuple[float, Step | None]:
     """The most that these steps keep at once, and the step that brings it there."""
     apart = {step[1:] for step in steps if step[0] == "W"}
     backward = any(step[0] == "B" for step in steps)
-    held = most = 0.0
+    saved = most = 0.0
     at = None
     for step in steps:
         kind, segment, _ = step
         if kind == "F" and backward:
-            held += sizes[segment][0]
+            saved += sizes[segment][0]
         elif kind == "B":
-            held -= sizes[segment][0]
+            saved -= sizes[segment][0]
             if apart and step[1:] in apart:
-                held += sizes[segment][1]
+                saved += sizes[segment][1]
         elif kind == "W":
-            held -= sizes[segment][1]
-        if held > most:
-            most, at = held, step
+            saved -= sizes[segment][1]
+        if saved > most:
+            most, at = saved, step
     return most, at

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .check import deadlock
-from .memory import Kept, in_flight
+from .dependencies import Dependencies, Edges, dependencies_of, merged
+from .memory import MicrobatchMemory, in_flight
 from .step import STEP_KINDS, Devices, Schedule
-from .wiring import Edges, Wiring, merged, wire
 
 
-class Times(NamedTuple):
+class StageTimes(NamedTuple):
     """Seconds of one microbatch of a segment.
 
     backward   the gradients of its inputs: B where W is a step of its own
@@ -31,11 +31,11 @@ class Times(NamedTuple):
     prologue: float = 0.0
 
 
-UNIT = Times(1.0, 1.0, 1.0, 1.0)
+UNIT = StageTimes(1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimulatedRun:
     """A schedule with its times.
 
     starts, ends   of each step, for each device, in seconds
@@ -62,11 +62,13 @@ class Run:
         return sum(self.bubbles) / len(self.busy)
 
 
-def simulate(schedule: Schedule, times: Sequence[Times], edges: Edges = (), sizes: Sequence[Kept] | None = None) -> Run:
+def simulate(
+    schedule: Schedule, times: Sequence[StageTimes], edges: Edges = (), sizes: Sequence[MicrobatchMemory] | None = None
+) -> SimulatedRun:
     """Run a schedule that has passed `check` with these times, one for each segment."""
     if len(times) != schedule.segments:
         raise ScheduleError(f"{schedule} has {schedule.segments} segments, but there are times of {len(times)}")
-    wiring = wire(schedule, edges)
+    wiring = dependencies_of(schedule, edges)
     spans = _spans(schedule, wiring, times)
     ends = _walk(wiring, spans)
     starts: dict[int, tuple[float, ...]] = {}
@@ -77,7 +79,7 @@ def simulate(schedule: Schedule, times: Sequence[Times], edges: Edges = (), size
         working = sum([spans[number] for number in row])
         for device in devices:
             starts[device], stops[device], busy[device] = began, ended, working
-    return Run(
+    return SimulatedRun(
         schedule=schedule,
         starts=tuple(starts[device] for device in range(len(busy))),
         ends=tuple(stops[device] for device in range(len(busy))),
@@ -87,7 +89,7 @@ def simulate(schedule: Schedule, times: Sequence[Times], edges: Edges = (), size
     )
 
 
-def _spans(schedule: Schedule, wiring: Wiring, times: Sequence[Times]) -> list[float]:
+def _spans(schedule: Schedule, wiring: Dependencies, times: Sequence[StageTimes]) -> list[float]:
     """The seconds of each step, by its number."""
     spans: list[float] = []
     each = {
@@ -108,7 +110,7 @@ def _spans(schedule: Schedule, wiring: Wiring, times: Sequence[Times]) -> list[f
     return spans
 
 
-def _walk(wiring: Wiring, spans: list[float]) -> list[float]:
+def _walk(wiring: Dependencies, spans: list[float]) -> list[float]:
     """When each step ends. A step is done when all that it waits for is; its device and its links go on from there."""
     microbatches, after, sends = wiring.microbatches, wiring.after, wiring.sends
     waits = list(wiring.waits)
@@ -147,7 +149,7 @@ def _walk(wiring: Wiring, spans: list[float]) -> list[float]:
 def lower_bound(
     holders: Sequence[Devices],
     microbatches: int,
-    times: Sequence[Times],
+    times: Sequence[StageTimes],
     edges: Edges = (),
     *,
     splits_weights: bool = False,
@@ -158,10 +160,10 @@ def lower_bound(
     still have to go back to the start (with W apart it may end with a W). Exact for gpipe and 1f1b with equal stages
     and messages that take no time.
     """
-    ways = merged(edges).values()
+    joined = merged(edges).values()
     head = [0.0] * len(times)  # until the segment's first F begins
     tail = [0.0] * len(times)  # from the end of the segment's last B
-    for edge in sorted(ways):
+    for edge in sorted(joined):
         sent = edge.forward if holders[edge.source] != holders[edge.target] else 0.0
         head[edge.target] = max(head[edge.target], head[edge.source] + times[edge.source].forward + sent)
         if edge.backward is not None and not splits_weights:
@@ -169,15 +171,15 @@ def lower_bound(
             back = times[edge.source].backward + times[edge.source].weight
             tail[edge.target] = max(tail[edge.target], tail[edge.source] + back + sent)
     most = 0.0
-    for held in _by_device(holders):
-        work = sum(times[at].prologue + microbatches * sum(times[at][:3]) for at in held)
-        most = max(most, min(head[at] for at in held) + work + min(tail[at] for at in held))
+    for segments in _by_device(holders):
+        work = sum(times[at].prologue + microbatches * sum(times[at][:3]) for at in segments)
+        most = max(most, min(head[at] for at in segments) + work + min(tail[at] for at in segments))
     return most
 
 
 def _by_device(holders: Sequence[Devices]) -> Iterable[list[int]]:
-    found: dict[int, list[int]] = {}
-    for segment, held in enumerate(holders):
-        for device in held:
-            found.setdefault(device, []).append(segment)
-    return found.values()
+    segments: dict[int, list[int]] = {}
+    for segment, devices in enumerate(holders):
+        for device in devices:
+            segments.setdefault(device, []).append(segment)
+    return segments.values()

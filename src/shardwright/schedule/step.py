@@ -38,9 +38,9 @@ class Step(NamedTuple):
     @staticmethod
     def parse(text: str) -> Step:
         """The step that is written so: "F0.3"."""
-        if not (found := STEP.fullmatch(text)):
+        if not (match := STEP.fullmatch(text)):
             raise ScheduleError(f"{text!r} is no step; write kind, segment and microbatch as in F0.3, kind one of PFBW")
-        return Step(cast(StepKind, found[1]), int(found[2]), int(found[3]))
+        return Step(cast(StepKind, match[1]), int(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class Schedule:
             yield f"it has {len(self.devices)} devices and {len(self.holders)} segments; both must be at least 1"
         if self.microbatches < 1:
             yield f"it has {self.microbatches} microbatches; it must have at least 1"
-        for segment, held in enumerate(self.holders):
-            if not held:
+        for segment, devices in enumerate(self.holders):
+            if not devices:
                 yield f"segment {segment} lies on no device"
-            if list(held) != sorted(set(held)):
-                yield f"segment {segment} lies on the devices {held}; name each once, in rising order"
-            if unknown := [device for device in held if not 0 <= device < len(self.devices)]:
+            if list(devices) != sorted(set(devices)):
+                yield f"segment {segment} lies on the devices {devices}; name each once, in rising order"
+            if unknown := [device for device in devices if not 0 <= device < len(self.devices)]:
                 yield f"segment {segment} lies on the devices {unknown}; there are only 0 to {len(self.devices) - 1}"
         for steps in {id(steps): steps for steps in self.devices}.values():
             for step in steps:
@@ -100,29 +100,29 @@ class Schedule:
 
     def held_by(self, device: int) -> tuple[int, ...]:
         """The segments of a device."""
-        return tuple(segment for segment, held in enumerate(self.holders) if device in held)
+        return tuple(segment for segment, devices in enumerate(self.holders) if device in devices)
 
     def groups(self) -> tuple[Devices, ...]:
         """Devices that hold and run the same, in the order of their first: they do all at the same time."""
-        held: list[list[int]] = [[] for _ in self.devices]
+        segments: list[list[int]] = [[] for _ in self.devices]
         for segment, devices in enumerate(self.holders):
             for device in devices:
-                held[device].append(segment)
+                segments[device].append(segment)
         same: dict[int, int] = {}  # rows that are one object are not compared
         first: dict[tuple[Step, ...], int] = {}
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for device, steps in enumerate(self.devices):
             if id(steps) not in same:
                 same[id(steps)] = first.setdefault(steps, device)
-            found.setdefault((same[id(steps)], *held[device]), []).append(device)
-        return tuple(tuple(devices) for devices in found.values())
+            groups.setdefault((same[id(steps)], *segments[device]), []).append(device)
+        return tuple(tuple(devices) for devices in groups.values())
 
     def to_json(self) -> dict[str, Any]:
         """Lists of strings. Devices that run the same are on one line: "0-3: F0.0 F0.1 B0.0 B0.1"."""
         return {
             "name": self.name,
             "microbatches": self.microbatches,
-            "holders": [show_devices(held) for held in self.holders],
+            "holders": [show_devices(devices) for devices in self.holders],
             "steps": [
                 f"{show_devices(devices)}: {' '.join(map(str, self.devices[devices[0]]))}".rstrip()
                 for devices in self.groups()
@@ -130,24 +130,24 @@ class Schedule:
         }
 
     @staticmethod
-    def from_json(said: Mapping[str, Any]) -> Schedule:
-        if missing := [key for key in ("name", "microbatches", "holders", "steps") if key not in said]:
-            raise ScheduleError(f"a schedule says nothing about {', '.join(missing)}; it has only {', '.join(said)}")
+    def from_json(data: Mapping[str, Any]) -> Schedule:
+        if missing := [key for key in ("name", "microbatches", "holders", "steps") if key not in data]:
+            raise ScheduleError(f"a schedule says nothing about {', '.join(missing)}; it has only {', '.join(data)}")
         rows: dict[int, tuple[Step, ...]] = {}
-        for line in said["steps"]:
-            where, _, words = line.partition(":")
-            steps = tuple(Step.parse(word) for word in words.split())
+        for line in data["steps"]:
+            where, _, listed = line.partition(":")
+            steps = tuple(Step.parse(word) for word in listed.split())
             for device in read_devices(where):
                 if device in rows:
-                    raise ScheduleError(f"the schedule {said['name']!r} has two lists of steps for device {device}")
+                    raise ScheduleError(f"the schedule {data['name']!r} has two lists of steps for device {device}")
                 rows[device] = steps
         if absent := [device for device in range(max(rows, default=0)) if device not in rows]:
-            raise ScheduleError(f"the schedule {said['name']!r} has no list of steps for the devices {absent}")
+            raise ScheduleError(f"the schedule {data['name']!r} has no list of steps for the devices {absent}")
         return Schedule(
             devices=tuple(rows[device] for device in range(len(rows))),
-            holders=tuple(read_devices(held) for held in said["holders"]),
-            microbatches=said["microbatches"],
-            name=said["name"],
+            holders=tuple(read_devices(devices) for devices in data["holders"]),
+            microbatches=data["microbatches"],
+            name=data["name"],
         )
 
 
@@ -164,9 +164,9 @@ def show_devices(devices: Iterable[int]) -> str:
 
 def read_devices(text: str) -> Devices:
     """Devices from "0-3,8"."""
-    found: list[int] = []
+    devices: list[int] = []
     for word in text.split(","):
         if not (run := re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)):
             raise ScheduleError(f"{text!r} names no devices; write them as in 0-3,8")
-        found += range(int(run[1]), int(run[2] or run[1]) + 1)
-    return tuple(found)
+        devices += range(int(run[1]), int(run[2] or run[1]) + 1)
+    return tuple(devices)

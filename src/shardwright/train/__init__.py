@@ -1,7 +1,7 @@
 """A whole training run: loop, data, validation, checkpoints, logs. `sw.Trainer` and `shardwright train`."""
 
-from .averaging import Averaging
 from .callbacks import Callback, EarlyStopping, LearningRateMonitor
+from .ema_callback import EMACallback
 from .faults import CheckReplicas, NonFinite, StopOnSignal
 from .loggers import ConsoleLogger, CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from .loop import Progress
@@ -9,12 +9,12 @@ from .options import Checkpoints, LoaderOptions, Profile
 from .trainer import Trainer
 
 __all__ = [
-    "Averaging",
     "CSVLogger",
     "Callback",
     "CheckReplicas",
     "Checkpoints",
     "ConsoleLogger",
+    "EMACallback",
     "EarlyStopping",
     "LearningRateMonitor",
     "LoaderOptions",

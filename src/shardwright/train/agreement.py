@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime.faults import told
+from ..runtime.faults.watch import report_failure
 from ..runtime.world import cpu_group
 
 
@@ -29,38 +29,38 @@ class Agreement:
         if self._group is not None:
             self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    @told
+    @report_failure
     def answer(self) -> float:
         """The largest number that any rank has said."""
         if self._sent is None:
             return 0.0
         if self._work is not None:
             self._work.wait()
-        found, self._sent, self._work = float(self._sent[0]), None, None
-        return found
+        agreed, self._sent, self._work = float(self._sent[0]), None, None
+        return agreed
 
-    @told
+    @report_failure
     def largest(self, number: float) -> float:
         """The largest number of all ranks; a question may be under way beside."""
         if self._group is None:
             return number
-        held = torch.tensor([number], dtype=torch.float64)
-        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
-        return float(held[0])
+        tensor = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return float(tensor[0])
 
-    @told
+    @report_failure
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
-        held = numbers.double().cpu().clone()
+        totals = numbers.double().cpu().clone()
         if self._group is not None:
-            dist.all_reduce(held, group=self._group)
-        return held
+            dist.all_reduce(totals, group=self._group)
+        return totals
 
-    @told
-    def said(self, text: str) -> list[str]:
+    @report_failure
+    def all_gather_texts(self, text: str) -> list[str]:
         """What every rank has to say, without repeats, the first rank's first."""
         if self._group is None:
             return [text] if text else []
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, text, group=self._group)
-        return [held for held in dict.fromkeys(every) if held]
+        return [message for message in dict.fromkeys(every) if message]

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..parallelize import arguments_of
-from ..runtime.model import ParallelModel
+from ..runtime.model.parallel_model import ParallelModel
 
 Reduction = Literal["mean", "sum", "tokens"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,81 +31,88 @@ def arguments(batch: Any) -> Arguments:
     )
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def move_to(batch: Any, device: torch.device) -> Any:
     """The same batch on a device."""
     if device.type == "cpu":
         return batch
-    return pytree.tree_map(lambda held: held.to(device, non_blocking=True) if isinstance(held, Tensor) else held, batch)
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    return [held for held in pytree.tree_leaves(arguments(batch)) if isinstance(held, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(arguments(batch)) if isinstance(leaf, Tensor)]
 
 
-def rows_in(batch: Any, model: ParallelModel) -> int:
+def samples_in(batch: Any, model: ParallelModel) -> int:
     """How many rows a batch for a model has; if neither sizes nor the user tell, those of its first tensor."""
-    tensors = [held for held in tensors_of(batch) if held.dim()]
-    found = model.call_inputs.samples(*arguments(batch))
-    return found if found is not None else int(tensors[0].shape[0]) if tensors else 0
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
+    samples = model.call_inputs.samples(*arguments(batch))
+    return samples if samples is not None else int(tensors[0].shape[0]) if tensors else 0
 
 
 def tokens_in(batch: Any) -> int:
     """How many tokens a batch has; 0 if it has no ids."""
     args, kwargs = arguments(batch)
     named = [kwargs[name] for name in IDS if name in kwargs]
-    for held in (*named, *args, *kwargs.values()):
-        if isinstance(held, Tensor) and held.dim() == 2 and not held.is_floating_point() and held.dtype != torch.bool:
-            return held.numel()
+    for value in (*named, *args, *kwargs.values()):
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == 2
+            and not value.is_floating_point()
+            and value.dtype != torch.bool
+        ):
+            return value.numel()
     return 0
 
 
-def counted(batch: Any) -> Tensor:
+def count_labels_in(batch: Any) -> Tensor:
     """How many labels of a batch count in its loss: those that are not ignored."""
     args, kwargs = arguments(batch)
     named = [kwargs[name] for name in LABELS if name in kwargs]
-    whole = [held for held in (*named, *reversed(args)) if isinstance(held, Tensor) and not held.is_floating_point()]
-    if not whole:
+    labels = [
+        value for value in (*named, *reversed(args)) if isinstance(value, Tensor) and not value.is_floating_point()
+    ]
+    if not labels:
         raise InputError(
             'reduction="tokens" counts labels that are not -100, and this batch has no whole numbers: give them as '
             f'the last of a tuple, or in a dict as one of {", ".join(LABELS)}; or use reduction="mean"'
         )
-    return (whole[0] != IGNORED).sum()
+    return (labels[0] != IGNORED).sum()
 
 
 def loss_of(output: Any) -> Tensor:
     """The loss in what a model gives back: itself, `loss` of a dict or an object, or the first of a tuple."""
-    found = output
+    loss = output
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif not isinstance(output, Tensor) and hasattr(output, "loss"):
-        found = output.loss
+        loss = output.loss
     elif isinstance(output, tuple | list) and output:
-        found = output[0]
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found.reshape(())
-    said = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(output).__name__}"
+        loss = output[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(output).__name__}"
     if isinstance(output, Mapping):
-        said += f" with {', '.join(map(str, output)) or 'nothing'}"
+        description += f" with {', '.join(map(str, output)) or 'nothing'}"
     raise InputError(
-        f"the model gives back {said}, and no loss; a loss is one number: alone, as 'loss' of a dict, or first of a "
-        "tuple. Or say what the loss is: loss=torch.nn.functional.cross_entropy"
+        f"the model gives back {description}, and no loss; a loss is one number: alone, as 'loss' of a dict, or first "
+        "of a tuple. Or say what the loss is: loss=torch.nn.functional.cross_entropy"
     )
 
 
 def numbers_of(output: Any) -> dict[str, Tensor]:
     """The numbers that a model gives back by name, the loss first."""
-    found = {"loss": loss_of(output).detach()}
+    numbers = {"loss": loss_of(output).detach()}
     if isinstance(output, Mapping):
-        found |= {
-            str(name): held.detach().reshape(())
-            for name, held in output.items()
-            if isinstance(held, Tensor) and held.numel() == 1 and name != "loss"
+        numbers |= {
+            str(name): value.detach().reshape(())
+            for name, value in output.items()
+            if isinstance(value, Tensor) and value.numel() == 1 and name != "loss"
         }
-    return found
+    return numbers
 
 
 def weighted(outputs: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
     """The sum of the outputs' numbers, each with its weight."""
-    names = [name for name in outputs[0] if all(name in held for held in outputs)]
+    names = [name for name in outputs[0] if all(name in output for output in outputs)]
     pairs = list(zip(outputs, weights, strict=True))
-    return {name: torch.stack([held[name] * weight for held, weight in pairs]).sum(0) for name in names}
+    return {name: torch.stack([output[name] * weight for output, weight in pairs]).sum(0) for name in names}

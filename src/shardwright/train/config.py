@@ -82,7 +82,7 @@ def _places(node: Any, route: Route) -> Iterator[tuple[Route, int]]:
 
 def check_config(config: Config, known: Keys) -> None:
     """Refuse a file with keys that nobody knows, keys that stand twice, and classes that can't be imported."""
-    faults = [f"{config.at(route)}: {said(route)} stands twice" for route in config.twice]
+    faults = [f"{config.at(route)}: {dotted_key(route)} stands twice" for route in config.twice]
     faults += _unknown(config, config.values, known, ())
     faults += _classes(config, config.values, ())
     raise_all(InputError, f"{config.path} can't be run:", faults)
@@ -94,7 +94,7 @@ def _unknown(config: Config, values: Mapping[str, Any], known: Keys, route: Rout
         inner = (*route, key)
         below = known.get(key)
         if key not in known:
-            faults.append(f"{config.at(inner)}: there is no setting {said(inner)}{meant(str(key), known)}")
+            faults.append(f"{config.at(inner)}: there is no setting {dotted_key(inner)}{meant(str(key), known)}")
         elif below is not None and isinstance(value, dict) and CLASS not in value:
             faults += _unknown(config, value, below, inner)
     return faults
@@ -103,14 +103,14 @@ def _unknown(config: Config, values: Mapping[str, Any], known: Keys, route: Rout
 def _classes(config: Config, value: Any, route: Route) -> list[str]:
     """Faults of everything that names a class."""
     if isinstance(value, list):
-        return [fault for number, held in enumerate(value) for fault in _classes(config, held, (*route, number))]
+        return [fault for number, item in enumerate(value) for fault in _classes(config, item, (*route, number))]
     if not isinstance(value, dict):
         return []
     faults = []
     if isinstance(value.get(CLASS), str) and "." in value[CLASS]:
         faults += _class_faults(config, value, route)
-    for key, held in value.items():
-        faults += _classes(config, held, (*route, key))
+    for key, item in value.items():
+        faults += _classes(config, item, (*route, key))
     return faults
 
 
@@ -121,12 +121,12 @@ def _class_faults(config: Config, value: Mapping[str, Any], route: Route) -> lis
         if key not in (CLASS, ARGS, "dict_kwargs")
     ]
     try:
-        found = find(value[CLASS])
+        target = find(value[CLASS])
     except InputError as error:
-        return [*faults, f"{config.at((*route, CLASS))}: {said((*route, CLASS))}: {error}"]
-    given, known = value.get(ARGS) or {}, arguments_of(found)
-    if isinstance(given, dict) and known is not None:
-        for key in given:
+        return [*faults, f"{config.at((*route, CLASS))}: {dotted_key((*route, CLASS))}: {error}"]
+    init_args, known = value.get(ARGS) or {}, arguments_of(target)
+    if isinstance(init_args, dict) and known is not None:
+        for key in init_args:
             if key not in known:
                 where = (*route, ARGS, key)
                 faults.append(f"{config.at(where)}: {value[CLASS]} takes no {key!r}{meant(str(key), known)}")
@@ -152,28 +152,28 @@ def find(path: str) -> Any:
             raise InputError(f"{path!r} can't be imported: {type(error).__name__}: {error}") from error
     if module is None:
         raise InputError(f"{path!r} can't be imported: there is no module {rest[0]!r}{meant(rest[0], _modules())}")
-    held, walked = module, module_name
+    target, walked = module, module_name
     for part in rest:
-        if not hasattr(held, part):
-            names = [one for one in dir(held) if not one.startswith("_")]
+        if not hasattr(target, part):
+            names = [attribute for attribute in dir(target) if not attribute.startswith("_")]
             raise InputError(f"{path!r} can't be imported: {walked!r} has no {part!r}{meant(part, names)}")
-        held, walked = getattr(held, part), f"{walked}.{part}"
-    return held
+        target, walked = getattr(target, part), f"{walked}.{part}"
+    return target
 
 
 def _modules() -> list[str]:
-    return [held.name for held in pkgutil.iter_modules()]
+    return [module.name for module in pkgutil.iter_modules()]
 
 
-def arguments_of(found: Any) -> list[str] | None:
+def arguments_of(target: Any) -> list[str] | None:
     """The names that a class or a function takes; None if it takes any."""
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(held.kind is held.VAR_KEYWORD for held in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return [held.name for held in parameters]
+    return [parameter.name for parameter in parameters]
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def meant(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def said(route: Route) -> str:
+def dotted_key(route: Route) -> str:
     """A key with those above it."""
     return ".".join(map(str, route))
 
@@ -199,7 +199,7 @@ _EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|typing\.(Literal\[[^\
 _GOT = re.compile(r"(?:Got|Given) value: (.+)")
 
 
-def explained(message: str, configs: Sequence[Config], known: Keys, given: Sequence[str] = ()) -> str:
+def explained(message: str, configs: Sequence[Config], known: Keys, overrides: Sequence[str] = ()) -> str:
     """What jsonargparse says is wrong, with the line where it stands, and the nearest that is known.
 
     `given` is what was said on the command line, beside files.
@@ -213,12 +213,12 @@ def explained(message: str, configs: Sequence[Config], known: Keys, given: Seque
     route: Route = tuple(part for key in _KEY.findall(message) for part in key.split("."))
     refused = _REFUSED.search(message)
     if refused:
-        text = f"{said(route)}: there is no {refused[1]!r}" if route else f"there is no setting {refused[1]!r}"
+        text = f"{dotted_key(route)}: there is no {refused[1]!r}" if route else f"there is no setting {refused[1]!r}"
         text += meant(refused[1], _accepted(message, route, known))
         route = (*route, refused[1])
     else:
         text = _mistyped(message, route)
-    words = [word.partition("=")[0].removeprefix("--").split(".") for word in given if word.startswith("--")]
+    words = [word.partition("=")[0].removeprefix("--").split(".") for word in overrides if word.startswith("--")]
     if any(route and word[0] == route[0] and word[-1] == route[-1] for word in words):
         return f"on the command line: {text}"
     where = next((place for place in (_placed(config, route) for config in reversed(configs)) if place), "")
@@ -239,13 +239,13 @@ def _mistyped(message: str, route: Route) -> str:
     keys = list(_KEY.finditer(message))
     tail = message[keys[-1].end() :] if keys else message
     got = _GOT.search(tail)
-    wanted = [one or other for one, other in _EXPECTED.findall(tail[: got.end()] if got else "")]
+    wanted = [first or other for first, other in _EXPECTED.findall(tail[: got.end()] if got else "")]
     if got is None or not wanted:
-        return f"{said(route)}: {tail.lstrip(': ').strip()}" if route else message
+        return f"{dotted_key(route)}: {tail.lstrip(': ').strip()}" if route else message
     names = dict.fromkeys(name.replace("NoneType", "null").replace("Literal", "one of ") for name in wanted)
     value = got[1].partition(". Got value")[0]
     near = meant(value, [word for name in names for word in re.findall(r"'([^']+)'", name)])
-    return f"{said(route)}: this must be {' or '.join(names)}, and is {value}{near}"
+    return f"{dotted_key(route)}: this must be {' or '.join(names)}, and is {value}{near}"
 
 
 def _placed(config: Config, route: Route) -> str:
@@ -264,7 +264,7 @@ def _with_args(route: Route) -> Iterator[Route]:
 
 
 def _flat(known: Keys, above: str = "") -> list[str]:
-    found = []
+    keys = []
     for key, below in known.items():
-        found += [above + key, *(_flat(below, f"{above}{key}.") if below else ())]
-    return found
+        keys += [above + key, *(_flat(below, f"{above}{key}.") if below else ())]
+    return keys

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DriftError, InputError
-from ..runtime.finite import agree_finite, explain_nonfinite
-from ..runtime.replicas import check_replicas
-from ..runtime.signals import USUAL, StopSignals
+from ..runtime.faults.nonfinite import agree_finite, explain_nonfinite
+from ..runtime.faults.replicas import check_replicas
+from ..runtime.faults.signals import USUAL, StopSignals
 from .batches import arguments, loss_of
 from .callbacks import Callback
 
@@ -60,15 +60,17 @@ class StopOnSignal(Callback):
 
     def __init__(self, signals: Sequence[str] = USUAL) -> None:
         self.signals = tuple(signals)
-        self._held: StopSignals | None = None
+        self._stop_signals: StopSignals | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._held = StopSignals(self.signals, lambda name: trainer.stop(f"{name} on rank {trainer.world.rank}"))
-        self._held.open()
+        self._stop_signals = StopSignals(
+            self.signals, lambda name: trainer.stop(f"{name} on rank {trainer.world.rank}")
+        )
+        self._stop_signals.open()
 
     def on_finish(self, trainer: Trainer) -> None:
-        if self._held is not None:
-            self._held.close()
+        if self._stop_signals is not None:
+            self._stop_signals.close()
 
 
 def _check(action: str, every: int) -> None:

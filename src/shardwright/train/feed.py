@@ -18,15 +18,15 @@ from ..data import Loader, loader
 from ..data.loader import place_of
 from ..data.stream import is_stream
 from ..errors import InputError
-from ..runtime.model import ParallelModel
-from .batches import rows_in
+from ..runtime.model.parallel_model import ParallelModel
+from .batches import samples_in
 from .options import LoaderOptions
 
 MakeSampler = Callable[[Any], Iterable[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class UpdateBatch:
     """One batch of an update."""
 
     batch: Any
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class BatchSource:
     """Data, and how batches are made of it; for which rank is not known before there is a plan."""
 
     data: Any
@@ -56,12 +56,13 @@ class Source:
         if isinstance(self.data, DataLoader):
             return Loader(self.data, seed=self.seed, model=model)
         assert self.rows is not None
-        held = self.options
+        options = self.options
         whose: dict[str, Any] = {} if model is not None else {"rank": rank, "ranks": ranks}
         shuffle = self.sampler is None and not is_stream(self.data) if self.shuffle is None else self.shuffle
         return loader(
-            self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore, shuffle=shuffle,
-            workers=held.workers, collate=held.collate or default_collate, draw_by_row=held.draw_by_row,
+            self.data, self.rows, model=model, seed=self.seed, last=options.last, ignore=options.ignore,
+            shuffle=shuffle,
+            workers=options.workers, collate=options.collate or default_collate, draw_by_row=options.draw_by_row,
             sampler=None if self.sampler is None else self.sampler(self.data), **whose, **self._more(),
         )  # fmt: skip
 
@@ -74,28 +75,28 @@ class Source:
         """The first batch that a group of `ranks` would get, without a worker. Nothing is moved by it."""
         if isinstance(self.data, Loader):
             place = self.data.state_dict()
-            found = next(iter(self.data), None)
+            batch = next(iter(self.data), None)
             self.data.load_state_dict(place)
         elif isinstance(self.data, DataLoader):
-            found = next(iter(self.data), None)
+            batch = next(iter(self.data), None)
         else:
             alone = replace(self.options, workers=0, prefetch=None, pin_memory=False, options={})
             plain = replace(self, options=alone, shuffle=False, sampler=None)
-            found = next(iter(plain._batches(0, ranks, None)), None)
-        if found is None:
+            batch = next(iter(plain._batches(0, ranks, None)), None)
+        if batch is None:
             raise InputError("the training data is empty: it gives no batch")
-        return found
+        return batch
 
 
-def parts_of(batches: Loader, model: ParallelModel) -> Iterator[Part]:
+def update_batches(batches: Loader, model: ParallelModel) -> Iterator[UpdateBatch]:
     """The batches that are left of this epoch, with what must be known of each when its turn comes."""
     for batch in batches:
-        shares = 1 if batches.whole or model.input_mode == "same" else model.data_size
-        rows = batches.total or rows_in(batch, model) * shares
-        yield Part(batch=batch, rows=rows, shares=shares, whole=batches.whole)
+        shares = 1 if batches.whole or model.input_mode == "global" else model.data_size
+        rows = batches.total or samples_in(batch, model) * shares
+        yield UpdateBatch(batch=batch, rows=rows, shares=shares, whole=batches.whole)
 
 
-def updates(parts: Iterator[Part], count: int) -> Iterator[list[Part]]:
+def updates(parts: Iterator[UpdateBatch], count: int) -> Iterator[list[UpdateBatch]]:
     """As many batches as an update takes; the last of an epoch may have fewer."""
     while taken := list(islice(parts, count)):
         yield taken
@@ -117,8 +118,8 @@ def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data:
     calls = accumulate or (batch // micro if micro is not None else 1)
     rows = micro if micro is not None else batch // calls
     if rows * calls != batch:
-        said = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
+        setting = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
         if micro is not None and accumulate is not None:
-            said += f" and accumulate={accumulate}"
-        raise InputError(f"batch_size={batch} is not made of whole calls with {said}")
+            setting += f" and accumulate={accumulate}"
+        raise InputError(f"batch_size={batch} is not made of whole calls with {setting}")
     return rows, calls

@@ -12,16 +12,16 @@ from torch import nn
 from ..errors import InputError, raise_all
 
 
-def grouped(model: nn.Module, asked: Sequence[Mapping[str, Any]]) -> list[nn.Parameter] | list[dict[str, Any]]:
+def grouped(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter] | list[dict[str, Any]]:
     """What an optimizer is given: the parameters, or groups of them.
 
     asked   such as [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}]: a parameter is in the first group of which a
             pattern fits its name; the others are in a group without settings of its own, which comes first
     """
     named = dict(model.named_parameters())
-    if not asked:
+    if not groups:
         return list(named.values())
-    patterns = [_patterns(group, number) for number, group in enumerate(asked)]
+    patterns = [_patterns(group, number) for number, group in enumerate(groups)]
     faults = [
         f"{pattern!r} fits no parameter{_near(pattern, named)}"
         for each in patterns
@@ -30,25 +30,25 @@ def grouped(model: nn.Module, asked: Sequence[Mapping[str, Any]]) -> list[nn.Par
     ]
     raise_all(InputError, "parameter_groups:", faults)
     rest: list[nn.Parameter] = []
-    found: list[list[nn.Parameter]] = [[] for _ in asked]
+    matched: list[list[nn.Parameter]] = [[] for _ in groups]
     for name, parameter in named.items():
         at = [number for number, each in enumerate(patterns) if any(fnmatchcase(name, pattern) for pattern in each)]
-        (found[at[0]] if at else rest).append(parameter)
-    made: list[dict[str, Any]] = [{"params": rest}] if rest else []
-    for group, parameters in zip(asked, found, strict=True):
+        (matched[at[0]] if at else rest).append(parameter)
+    param_groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
+    for group, parameters in zip(groups, matched, strict=True):
         settings = {key: value for key, value in group.items() if key != "match"}
-        made += [{"params": parameters, **settings}] if parameters else []
-    return made
+        param_groups += [{"params": parameters, **settings}] if parameters else []
+    return param_groups
 
 
 def _patterns(group: Mapping[str, Any], number: int) -> list[str]:
-    held = group.get("match")
-    if not held or "params" in group:
+    patterns = group.get("match")
+    if not patterns or "params" in group:
         raise InputError(
             f"parameter_groups[{number}] says which names it is for: {{match: '*.bias', weight_decay: 0.0}}; it has "
             f"{', '.join(group) or 'nothing'}"
         )
-    return [held] if isinstance(held, str) else list(held)
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _near(pattern: str, named: Mapping[str, nn.Parameter]) -> str:

@@ -77,10 +77,10 @@ class ConsoleLogger(Logger):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._bar is not None and "val_loss" not in metrics:
-            self._bar.update(self._task, said=told(metrics))
+            self._bar.update(self._task, said=format_metrics(metrics))
         else:
             of = f" of {self._steps}" if self._steps is not None else ""
-            self.console.print(f"step {step}{of}  {told(metrics)}", markup=False)
+            self.console.print(f"step {step}{of}  {format_metrics(metrics)}", markup=False)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -95,18 +95,18 @@ class ConsoleLogger(Logger):
             self._bar = None
 
 
-SAID = {
+LABELS = {
     "seconds_per_step": ("{:.3g} s/step", 1.0), "rows_per_second": ("{:.4g} rows/s", 1.0),
     "tokens_per_second": ("{:.4g} tokens/s", 1.0), "mfu": ("MFU {:.3g} %", 100.0), "memory_gib": ("{:.2f} GiB", 1.0),
     "lr": ("lr {:.3g}", 1.0), "epoch": ("epoch {:.0f}", 1.0),
 }  # fmt: skip
 
 
-def told(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Numbers on one line."""
     shown = []
     for name, value in metrics.items():
-        text, factor = SAID.get(name, (name + " {:.5g}", 1.0))
+        text, factor = LABELS.get(name, (name + " {:.5g}", 1.0))
         shown.append(text.format(value * factor))
     return "  ".join(shown)
 
@@ -194,8 +194,8 @@ class WandbLogger(Logger):
 
     def start(self, run: RunFacts) -> None:
         wandb = needed("wandb", "WandbLogger")
-        given = {key: value for key, value in self.options.items() if value is not None}
-        self._run = wandb.init(dir=str(run.folder), config=dict(run.config), resume="allow", **given)
+        settings = {key: value for key, value in self.options.items() if value is not None}
+        self._run = wandb.init(dir=str(run.folder), config=dict(run.config), resume="allow", **settings)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)

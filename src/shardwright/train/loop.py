@@ -20,8 +20,8 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
-from .batches import arguments, counted, loss_of, moved, numbers_of, tokens_in, weighted
-from .feed import Part, parts_of, updates
+from .batches import arguments, count_labels_in, loss_of, move_to, numbers_of, tokens_in, weighted
+from .feed import UpdateBatch, update_batches, updates
 from .meters import memory_used
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Progress:
             setattr(self, field.name, state[field.name])
 
 
-class Loop:
+class TrainingLoop:
     """Runs a trainer that is set up."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -81,7 +81,7 @@ class Loop:
         trainer, progress, batches = self.trainer, self.trainer.progress, self.trainer.batches
         fresh, before = batches.row == 0, progress.step
         trainer.fire("on_epoch_start", progress.epoch)
-        for parts in updates(parts_of(batches, trainer.model), trainer.accumulate):
+        for parts in updates(update_batches(batches, trainer.model), trainer.accumulate):
             self._update(parts)
             if self._between() or self._done():
                 return
@@ -120,13 +120,13 @@ class Loop:
 
     def _stop(self) -> None:
         trainer = self.trainer
-        self._stopped = "; ".join(trainer.agreement.said(trainer.stop_reason or "")) or "asked to"
+        self._stopped = "; ".join(trainer.agreement.all_gather_texts(trainer.stop_reason or "")) or "asked to"
         trainer.say(f"stopping after step {trainer.progress.step}: {self._stopped}")
         trainer.fire("on_stop", self._stopped)
 
     # -- one update ----------------------------------------------------------------------------
 
-    def _update(self, parts: Sequence[Part]) -> None:
+    def _update(self, parts: Sequence[UpdateBatch]) -> None:
         trainer, progress = self.trainer, self.trainer.progress
         step = progress.step + 1
         trainer.fire("on_step_start", step)
@@ -154,11 +154,11 @@ class Loop:
         trainer.advance(step)
         trainer.fire("on_step_end", step, metrics, outputs)
 
-    def _here(self, part: Part) -> Part:
+    def _here(self, part: UpdateBatch) -> UpdateBatch:
         """A part on this rank's device."""
-        return replace(part, batch=moved(part.batch, self.trainer.world.device))
+        return replace(part, batch=move_to(part.batch, self.trainer.world.device))
 
-    def _accumulate(self, parts: Sequence[Part]) -> tuple[list[Any], dict[str, Tensor]]:
+    def _accumulate(self, parts: Sequence[UpdateBatch]) -> tuple[list[Any], dict[str, Tensor]]:
         """Forward and backward of all batches of an update; what the model gave back, and its numbers."""
         trainer = self.trainer
         weights = self.weights(parts)
@@ -187,7 +187,7 @@ class Loop:
         trainer.fire("after_average", averages)
         return outputs, averages
 
-    def weights(self, parts: Sequence[Part]) -> list[float]:
+    def weights(self, parts: Sequence[UpdateBatch]) -> list[float]:
         """What the loss of each batch counts for in the update."""
         if self.trainer.reduction == "sum":
             return [1.0] * len(parts)
@@ -195,16 +195,16 @@ class Loop:
             return [1.0]
         return _shares(self.counts(parts))
 
-    def counts(self, parts: Sequence[Part]) -> list[float]:
+    def counts(self, parts: Sequence[UpdateBatch]) -> list[float]:
         """The rows of each batch, or its labels that count, over all ranks."""
         trainer = self.trainer
         if trainer.reduction != "tokens":
             return [float(part.rows) for part in parts]
-        found = torch.stack([counted(part.batch) for part in parts]).double().cpu()
+        label_counts = torch.stack([count_labels_in(part.batch) for part in parts]).double().cpu()
         if any(part.shares > 1 for part in parts):  # ranks that have the same rows share their count
             sharing = torch.tensor([part.shares for part in parts], dtype=torch.float64)
-            found = trainer.agreement.summed(found * sharing / trainer.world.size)
-        return [float(one) for one in found]
+            label_counts = trainer.agreement.summed(label_counts * sharing / trainer.world.size)
+        return [float(count) for count in label_counts]
 
     def _clip(self) -> None:
         trainer = self.trainer
@@ -277,9 +277,9 @@ class Loop:
     @torch.no_grad()
     def _val_averages(self) -> dict[str, Tensor]:
         trainer = self.trainer
-        found, counts = [], []
+        outputs, counts = [], []
         batches = trainer.val_batches_anew()
-        for number, part in enumerate(islice(parts_of(batches, trainer.model), trainer.val_batches)):
+        for number, part in enumerate(islice(update_batches(batches, trainer.model), trainer.val_batches)):
             part = self._here(part)
             batch = part.batch
             trainer.model.pass_whole(part.whole)
@@ -287,11 +287,11 @@ class Loop:
             args, kwargs = arguments(batch)
             output = trainer.model(*args, **kwargs)
             trainer.fire("on_val_batch_end", batch, output, number)
-            found.append(numbers_of(output))
+            outputs.append(numbers_of(output))
             counts += self.counts([part])
-        if not found:
+        if not outputs:
             raise InputError("the validation data is empty: it gives no batch")
-        return weighted(found, _shares(counts))
+        return weighted(outputs, _shares(counts))
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
@@ -301,4 +301,4 @@ def _shares(counts: Sequence[float]) -> list[float]:
 
 def _let_go(output: Any) -> Any:
     """What a model gave back, without the graph that it was made by."""
-    return pytree.tree_map(lambda held: held.detach() if isinstance(held, Tensor) else held, output)
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -49,12 +49,12 @@ class Meter:
         self._began = time.perf_counter()
         if not steps or seconds <= 0:
             return {}
-        found = {"seconds_per_step": seconds / steps, "rows_per_second": rows / seconds}
+        metrics = {"seconds_per_step": seconds / steps, "rows_per_second": rows / seconds}
         if tokens:
-            found["tokens_per_second"] = tokens / seconds
+            metrics["tokens_per_second"] = tokens / seconds
         if self.flops_per_row is not None and self.peak:
-            found["mfu"] = self.flops_per_row * rows / seconds / self.peak
-        return found
+            metrics["mfu"] = self.flops_per_row * rows / seconds / self.peak
+        return metrics
 
 
 def peak_of(cluster: Cluster, dtype: str, size: int) -> float:

@@ -38,14 +38,14 @@ class RunFolder:
 
     def check_fresh(self) -> None:
         """Refuse to begin a run where there is one."""
-        held = list(checkpoints_in(self.checkpoints).values())
-        if not (self.path / CONFIG).exists() and not held:
+        checkpoints = list(checkpoints_in(self.checkpoints).values())
+        if not (self.path / CONFIG).exists() and not checkpoints:
             return
-        step = f" (step {held[-1].step})" if held else ""
+        step = f" (step {checkpoints[-1].step})" if checkpoints else ""
         ended = self.path / FINISHED
-        said = f"a run that has ended: {ended.read_text().strip()}" if ended.exists() else f"a run{step}"
-        way = 'go on from it with resume="last"' if held else "it has no checkpoint to go on from: remove it"
-        raise InputError(f"{self.path} holds {said}; {way}, or choose another directory")
+        description = f"a run that has ended: {ended.read_text().strip()}" if ended.exists() else f"a run{step}"
+        way = 'go on from it with resume="last"' if checkpoints else "it has no checkpoint to go on from: remove it"
+        raise InputError(f"{self.path} holds {description}; {way}, or choose another directory")
 
     def find(self, resume: Resume, metric: str, mode: Literal["min", "max"]) -> Path | None:
         """The checkpoint to go on from; None if it is "last" or "best" and there is none yet."""
@@ -54,13 +54,13 @@ class RunFolder:
             return folder.find("latest" if resume == "last" else "best")
         path = Path(resume)
         inside = path / CHECKPOINTS
-        found = checkpoint_at(inside if inside.is_dir() else path) if path.exists() else None
-        if found is None:
+        checkpoint = checkpoint_at(inside if inside.is_dir() else path) if path.exists() else None
+        if checkpoint is None:
             raise CheckpointError(
                 f'resume={str(resume)!r}: there is no checkpoint; give "last", "best", or the path of a checkpoint or '
                 "of a run"
             )
-        return found
+        return checkpoint
 
     def write_config(self, text: str, step: int) -> None:
         """Keep the config as it is run. One that is there stays, and another one gets another name."""

@@ -38,9 +38,9 @@ class LossScale:
         gradients = [leaf.grad for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
         with torch._C.DisableTorchFunctionSubclass():  # the own pieces: ranks agree below, once
             largest: list[Tensor] = []
-            for held in _alike(gradients):
-                torch._foreach_mul_(held, 1.0 / self.scale)
-                largest += [one.double() for one in torch._foreach_norm(held, math.inf)]
+            for tensors in _alike(gradients):
+                torch._foreach_mul_(tensors, 1.0 / self.scale)
+                largest += [norm.double() for norm in torch._foreach_norm(tensors, math.inf)]
         broken = bool(largest) and not bool(torch.stack(largest).isfinite().all())
         return agreement.largest(float(broken)) == 0.0
 
@@ -61,11 +61,11 @@ class LossScale:
 
 def _alike(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """Those that have values, by their dtypes."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for held in gradients:
-        if held.numel():
-            found.setdefault(held.dtype, []).append(held)
-    return list(found.values())
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    return list(by_dtype.values())
 
 
 def scale_for(precision: Precision, start: float) -> LossScale | None:

@@ -24,10 +24,10 @@ from ..planning import Batching, cluster_here, training_of
 from ..precision import read_precision
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
-from .batches import arguments, moved, rows_in
+from .batches import arguments, move_to, samples_in
 from .groups import grouped
-from .joined import joined
 from .meters import Meter, peak_of
+from .model_with_loss import with_loss
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -36,7 +36,7 @@ LONG = 20  # a list of more is data, not a setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
+class CompiledTraining:
     """A model and its optimizer as they run.
 
     rows    of the call that they were compiled for, over all ranks
@@ -51,23 +51,25 @@ class Compiled:
 
 def module_of(trainer: Trainer) -> nn.Module:
     """What is compiled: the model, with its loss."""
-    found = trainer.original
-    if found is None:
+    module = trainer.original
+    if module is None:
         raise InputError("this trainer has compiled its model already; make another one")
     if trainer.loss_function is not None:
-        found = joined(found, trainer.loss_function, trainer.target)
+        module = with_loss(module, trainer.loss_function, trainer.target)
     elif trainer.target is not None:
         raise InputError(f"target={trainer.target!r} is for a loss that is given too, and there is none")
-    return found.train()
+    return module.train()
 
 
-def compile_model(trainer: Trainer) -> Compiled:
+def compile_model(trainer: Trainer) -> CompiledTraining:
     """Compile for the ranks of this run."""
     module, world = module_of(trainer), trainer.world
     optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     dtype = arithmetic(module, trainer.precision)
-    shares = count_replicas(trainer.plan, world) if trainer.inputs == "rows" else 1  # groups with rows of their own
-    batch = moved(trainer.source.example(shares), world.device)
+    shares = (
+        count_replicas(trainer.plan, world) if trainer.inputs == "per_replica" else 1
+    )  # groups with rows of their own
+    batch = move_to(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
@@ -76,7 +78,7 @@ def compile_model(trainer: Trainer) -> Compiled:
         precision=trainer.precision, unbatched=trainer.unbatched,
     )  # fmt: skip
     model.sync_by_hand()
-    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch, model) * shares, dtype=dtype)
+    return CompiledTraining(model=model, optimizer=optimizer, rows=samples_in(batch, model) * shares, dtype=dtype)
 
 
 def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
@@ -88,7 +90,7 @@ def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
 
 def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[Path, ...]]:
     """The plan and the code for so many devices, with no process for each."""
-    for name, only_there in (("inputs", "rows"), ("microbatch_semantics", "local")):
+    for name, only_there in (("inputs", "per_replica"), ("microbatch_semantics", "local")):
         if getattr(trainer, name) == only_there:
             raise InputError(
                 f'{name}="{only_there}" is compiled by the ranks that run it; start {devices} processes with torchrun'
@@ -101,37 +103,37 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
         module, example=(args, kwargs), plan=trainer.plan, size=devices,
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
         optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
-        inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
+        inputs="global", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches, unbatched=trainer.unbatched,
     )  # fmt: skip
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
-    made = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
-    pairs = zip(made.texts, made.programs, strict=True)
+    compiled = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
+    pairs = zip(compiled.texts, compiled.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
 
-def meter_of(trainer: Trainer, made: Compiled) -> Meter:
+def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:
     """A meter that knows the model's arithmetic and the devices' peak, if the catalogue has the device."""
     world = trainer.world
-    if made.model.flops is None or not made.rows:
+    if compiled.model.flops is None or not compiled.rows:
         return Meter()
     try:
         cluster = cluster_here(world) if trainer.cluster == "auto" else find_cluster(trainer.cluster)
-        peak = peak_of(cluster, made.dtype, world.size)
+        peak = peak_of(cluster, compiled.dtype, world.size)
     except (ClusterError, PlanError):  # a device that nobody has measured
         return Meter()
-    return Meter(flops_per_row=made.model.flops / made.rows, peak=peak)
+    return Meter(flops_per_row=compiled.model.flops / compiled.rows, peak=peak)
 
 
 def arithmetic(module: nn.Module, precision: Any) -> str:
     """The dtype whose peak counts."""
-    asked = read_precision(precision)
-    if asked.compute or asked.parameters:
-        return str(asked.compute or asked.parameters)
-    floating = [held.dtype for held in module.parameters() if held.is_floating_point()]
-    found = str(floating[0] if floating else torch.float32).removeprefix("torch.")
-    fast = found == "float32" and torch.get_float32_matmul_precision() != "highest"
-    return "tfloat32" if fast else found
+    requested = read_precision(precision)
+    if requested.compute or requested.parameters:
+        return str(requested.compute or requested.parameters)
+    floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    dtype = str(floating[0] if floating else torch.float32).removeprefix("torch.")
+    fast = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return "tfloat32" if fast else dtype
 
 
 def seed_everything(seed: int) -> None:
@@ -143,22 +145,26 @@ def seed_everything(seed: int) -> None:
 
 def described(settings: Mapping[str, Any]) -> str:
     """Settings given in Python as YAML to look at; an object is named by its class."""
-    text: str = yaml.safe_dump({name: _plain(held) for name, held in settings.items()}, sort_keys=False)
+    text: str = yaml.safe_dump({name: _plain(value) for name, value in settings.items()}, sort_keys=False)
     return text
 
 
-def _plain(held: Any) -> Any:
-    if held is None or isinstance(held, bool | int | float | str):
-        return held
-    if isinstance(held, Path):
-        return str(held)
-    if dataclasses.is_dataclass(held) and not isinstance(held, type) and type(held).__module__.startswith(__package__):
-        return {field.name: _plain(getattr(held, field.name)) for field in dataclasses.fields(held)}
-    if isinstance(held, list | tuple) and len(held) > LONG:
-        return f"{len(held)} of {type(held[0]).__name__}"
-    if isinstance(held, list | tuple):
-        return [_plain(one) for one in held]
-    if isinstance(held, dict):
-        return {str(name): _plain(one) for name, one in held.items()}
-    named = held if isinstance(held, type) or hasattr(held, "__qualname__") else type(held)
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__module__.startswith(__package__)
+    ):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple) and len(value) > LONG:
+        return f"{len(value)} of {type(value[0]).__name__}"
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    named = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

@@ -21,25 +21,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint import CheckpointFolder, load_weights
-from ..checkpoint.meeting import meet
+from ..checkpoint.ranks import checkpoint_ranks
 from ..data import Loader
 from ..errors import InputError, raise_all
 from ..plan import Plan
 from ..precision import read_precision
-from ..runtime.inputs import Mode
+from ..runtime.model.inputs import Mode
 from ..runtime.world import here, start
 from .agreement import Agreement
 from .batches import Reduction
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
-from .feed import Source, sizes_of
+from .feed import BatchSource, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
-from .loop import Loop, Progress
+from .loop import Progress, TrainingLoop
 from .meters import Meter
 from .options import Checkpoints, LoaderOptions, Profile
 from .profile import Profiler
 from .run import RunFolder
-from .saved import NAME, Saved, load_run
 from .scaling import LossScale, scale_for
 from .setup import (
     compile_model,
@@ -49,6 +48,7 @@ from .setup import (
     needs_ranks,
     seed_everything,
 )
+from .trainer_state import NAME, TrainerState, load_run
 
 OptimizerMaker = Callable[[Any], Optimizer]
 SchedulerMaker = Callable[[Optimizer], LRScheduler]
@@ -89,7 +89,7 @@ class Trainer:
         microbatch_semantics: "global", or "local" for models that can't be cut exactly
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
         loss_scale: the factor of losses that a run in float16 begins with
-        inputs: "same": every rank loads the global batch; "rows": each data-parallel group its rows
+        inputs: "global": every rank loads the global batch; "per_replica": each data-parallel group its rows
         unbatched: inputs of the model that have no batch dim, by name; see sw.parallelize
         outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
         opaque: "auto": submodules that can't be captured stay as they are
@@ -127,7 +127,7 @@ class Trainer:
         constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
         microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
         loss_scale: float = 2.0**16,
-        inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
+        inputs: Literal["global", "per_replica"] = "global", outputs: Literal["all", "scalars"] = "scalars",
         unbatched: Sequence[str] | None = None,
         opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
@@ -149,20 +149,20 @@ class Trainer:
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
         self.log_every = log_every
         self.original: nn.Module | None = model
-        self.config = described({name: held for name, held in locals().items() if name != "self"})
+        self.config = described({name: value for name, value in locals().items() if name != "self"})
         self._check()
         rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
         options = loader or LoaderOptions()
-        self.source = Source(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
+        self.source = BatchSource(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
                              sampler=sampler)  # fmt: skip
-        self.val_source = None if val_data is None else Source(
+        self.val_source = None if val_data is None else BatchSource(
             data=val_data, rows=rows, options=options, seed=seed, shuffle=False
         )  # fmt: skip
         self.run, self.progress = RunFolder(directory), Progress()
         self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
         self._active: list[Logger] = []  # that were started
         self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
-        if not any(isinstance(held, StopOnSignal) for held in callbacks):
+        if not any(isinstance(value, StopOnSignal) for value in callbacks):
             self.callbacks.append(StopOnSignal())
         self.last_val: Metrics = {}
         self.stop_reason: str | None = None
@@ -186,8 +186,8 @@ class Trainer:
                 faults.append(f"{name}={value} would leave nothing of a gradient; use a positive number")
         if self.resume is not None and self.weights is not None:
             faults.append("resume brings weights of its own; leave out resume or weights")
-        if self.inputs not in ("same", "rows"):
-            faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "same" or "rows"')
+        if self.inputs not in ("global", "per_replica"):
+            faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "global" or "per_replica"')
         raise_all(InputError, "these settings can't be run:", faults)
 
     # -- what a user calls -----------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Trainer:
     def fit(self) -> Progress:
         """Train to the end; how far it came."""
         with self._running(write=True):
-            how = Loop(self).run()
+            how = TrainingLoop(self).run()
             self.wait()
             if self.world.rank == 0:
                 self.run.end(how)
@@ -204,20 +204,22 @@ class Trainer:
 
     def profile(self) -> None:
         """Run a few steps and write a trace of them; nothing is saved. `profile=` says which steps."""
-        held = next((one for one in self.callbacks if isinstance(one, Profiler)), None) or Profiler(Profile())
-        if held not in self.callbacks:
-            self.callbacks.append(held)
+        profiler = next((callback for callback in self.callbacks if isinstance(callback, Profiler)), None) or Profiler(
+            Profile()
+        )
+        if profiler not in self.callbacks:
+            self.callbacks.append(profiler)
         with self._running(write=False):
             self.val_source = self.max_epochs = None
-            self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
-            Loop(self).run()
+            self.max_steps = self.last_step = self.progress.step + profiler.options.start - 1 + profiler.options.steps
+            TrainingLoop(self).run()
 
     def validate(self) -> Metrics:
         """Look at the validation data once, with the weights of `resume` or `weights` if given."""
         if self.val_source is None:
             raise InputError("there is nothing to validate on: give val_data")
         with self._running(write=False):
-            return Loop(self).validate()
+            return TrainingLoop(self).validate()
 
     def compile(self) -> Plan:
         """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
@@ -269,10 +271,10 @@ class Trainer:
     def val_batches_anew(self) -> Loader:
         """The validation data from its beginning."""
         assert self.val_source is not None
-        made = self.val_source.batches(self.model)
-        made.set_epoch(0)
-        made.rewind()
-        return made
+        batches = self.val_source.batches(self.model)
+        batches.set_epoch(0)
+        batches.rewind()
+        return batches
 
     def save(self) -> None:
         """Save the run as it is, unless this step was saved before."""
@@ -284,7 +286,7 @@ class Trainer:
             self.fire("on_save_checkpoint", added)
             self._folder.save(
                 step, self.model, self.optimizer, schedulers=self.scheduler, data=self.batches,
-                extra={NAME: Saved(self, added)}, background=kept.background,
+                extra={NAME: TrainerState(self, added)}, background=kept.background,
                 metrics=self.last_val if self.progress.val_step == step else None,
             )  # fmt: skip
         self._saved_step = step
@@ -300,7 +302,7 @@ class Trainer:
     def _running(self, write: bool) -> Iterator[None]:
         """The trainer is set up, and its callbacks and logs end with what is done in it. `write` fills its folder."""
         try:
-            self._set_up(self._found(write), write)
+            self._set_up(self._find_checkpoint(write), write)
             yield
         finally:
             self.fire("on_finish")
@@ -312,8 +314,8 @@ class Trainer:
             return
         self.world = start()
         seed_everything(self.seed)
-        made = compile_model(self)
-        self.model, self.optimizer, self.meter = made.model, made.optimizer, meter_of(self, made)
+        compiled = compile_model(self)
+        self.model, self.optimizer, self.meter = compiled.model, compiled.optimizer, meter_of(self, compiled)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
         self.batches = self.source.batches(self.model)
@@ -333,9 +335,9 @@ class Trainer:
         last = self.progress.step + (self.max_epochs - self.batches.epoch) * epoch - done
         return last if self.max_steps is None else min(last, self.max_steps)
 
-    def _found(self, write: bool) -> Path | None:
+    def _find_checkpoint(self, write: bool) -> Path | None:
         """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
-        self.world, meeting, kept = start(), meet(), self.checkpoints or Checkpoints()
+        self.world, meeting, kept = start(), checkpoint_ranks(), self.checkpoints or Checkpoints()
 
         def find() -> Path | None:
             if not meeting.first:
@@ -356,7 +358,7 @@ class Trainer:
         elif self.weights is not None:
             load_weights(self.weights, self.model)
         self.last_step = self._last_step()
-        meet().together(lambda: self._open(write))
+        checkpoint_ranks().together(lambda: self._open(write))
         kept = self.checkpoints
         if write and kept is not None:
             self._folder = CheckpointFolder(
@@ -378,9 +380,9 @@ class Trainer:
             self.run.begin()
             self.run.write_config(self.config, step)
             self.run.write_plan(self.model.plan.to_json(), step)
-        facts = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
+        analysis = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
                          steps=self.last_step if write else None)  # fmt: skip
         for logger in self.loggers:
             if write or isinstance(logger, ConsoleLogger):
-                logger.start(facts)
+                logger.start(analysis)
                 self._active.append(logger)

@@ -1,6 +1,6 @@
-"""The compiled program on one rank, trained like the original, everything brought to whole.
+"""The compiled program on spec rank, trained like the original, everything brought to whole.
 
-Ranks that are threads share one capture: torch.export is not made for several at a time.
+Ranks that are threads share spec capture: torch.export is not made for several at a time.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import Any
 
 from torch import Tensor
 
-from ..capture import Captured, copy_module
+from ..capture import CapturedGraph, copy_module
 from ..compile import Compiler
 from ..planning import Batching, PlanLike
-from ..runtime.holding import Held, gather, storage_layout
-from ..runtime.model import Holding, ParallelModel
-from ..runtime.parameters import ShardParameter, raw_gradient
-from ..runtime.state import spread_out
+from ..runtime.model.parallel_model import ParallelModel, RankState
+from ..runtime.parameters.sharded import ShardedParameter, raw_gradient
+from ..runtime.parameters.spec import ParameterSpec, gather_tensor, storage_layout
+from ..runtime.parameters.state_dicts import spread_out
 from ..runtime.world import start
-from .run import Entry, Task, Tensors, first_names, trainable
+from .run import Entry, Tensors, VerifyTask, first_names, trainable
 
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class CompileTask:
     """How a task is compiled. `captures` by (training, which program), is filled for all ranks of a process."""
 
-    task: Task
+    task: VerifyTask
     plan: PlanLike
     directory: Path
     batching: Batching = field(default_factory=Batching)
-    captures: dict[tuple[bool, int], Captured] = field(default_factory=dict)
+    captures: dict[tuple[bool, int], CapturedGraph] = field(default_factory=dict)
 
 
 class SharingCompiler(Compiler):
     """A compiler that captures once for all ranks of a process."""
 
-    captures: dict[tuple[bool, int], Captured]
+    captures: dict[tuple[bool, int], CapturedGraph]
 
-    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         key = (model.training, len(self.programs))
         with _ONE_AT_A_TIME:
             if key not in self.captures:
@@ -49,10 +49,10 @@ class SharingCompiler(Compiler):
             return self.captures[key]
 
 
-class Compiled:
+class CompiledSide:
     """The compiled model on this rank."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: CompileTask) -> None:
         task = order.task
         self.task = task
         module = copy_module(task.module)
@@ -62,17 +62,17 @@ class Compiled:
         self.optimizer = task.optimizer(trainable(module.parameters()))
         world = start()
         compiler = SharingCompiler(
-            module, self.optimizer, world, order.plan, "same", order.directory, task.seed,
+            module, self.optimizer, world, order.plan, "global", order.directory, task.seed,
             promote=task.promote, exact_random=True, batching=order.batching, precision=task.precision,
         )  # fmt: skip
         compiler.captures = order.captures
-        self.model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+        self.model = ParallelModel(compiler.skeleton, world, compiler, "global", 1)
         if "train" not in task.entries:
             self.model.eval()
         self.model.prepare(task.args, task.kwargs)
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> RankState:
         return self.model._ready()
 
     def forward(self, entry: Entry) -> Any:
@@ -81,25 +81,25 @@ class Compiled:
         return self.model(*self.task.args, **self.task.kwargs)
 
     def gradients(self) -> Tensors:
-        own = {one.name: self._gradient(one) for one in self.holding.held if one.trainable}
-        every = [one for _, helds in self.holding.seats for one in helds]
-        whole = spread_out(own, self.holding.seats)
-        return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
+        own = {spec.name: self._gradient(spec) for spec in self.holding.specs if spec.trainable}
+        every = [spec for _, specs in self.holding.pp_ranks for spec in specs]
+        whole = spread_out(own, self.holding.pp_ranks)
+        return {self.first[spec.name]: whole[spec.name] for spec in every if spec.trainable}
 
-    def _gradient(self, held: Held) -> Tensor | None:
+    def _gradient(self, spec: ParameterSpec) -> Tensor | None:
         groups = self.holding.groups
-        parameter: ShardParameter = self.holding.parameters[held.name]
+        parameter: ShardedParameter = self.holding.parameters[spec.name]
         local = raw_gradient(parameter)
-        if local is None and held.level == 2 and parameter.shard is not None:
+        if local is None and spec.level == 2 and parameter.shard is not None:
             local = raw_gradient(parameter.shard)
         if local is None:
             return None
-        layout = storage_layout(held, groups.mesh.sizes) if held.level >= 2 else None
-        return gather(local, held, groups, layout)
+        layout = storage_layout(spec, groups.mesh.sizes) if spec.level >= 2 else None
+        return gather_tensor(local, spec, groups, layout)
 
     def parameters(self) -> Tensors:
-        whole = self.model.full_state_dict()
-        return {key: whole[key] for key, first in self.first.items() if key == first}
+        state = self.model.full_state_dict()
+        return {key: state[key] for key, first in self.first.items() if key == first}
 
     def buffers(self) -> Tensors:
         return {key: buffer.detach().clone() for key, buffer in self.holding.buffers.items()}

@@ -25,23 +25,23 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ir import Op
 from ..layout import Layout
-from ..lower.program import base_of
+from ..lower.program import graph_value
 from ..planning import PlanLike
-from ..runtime.inputs import digest
-from ..runtime.random import Randomness
+from ..runtime.algorithms.random import Randomness
+from ..runtime.model.inputs import digest
 from . import ranks
-from .execute import Executor, Watched, join, step_through
+from .execute import ObservedValues, ProgramInterpreter, step_through, unshard_tensor
 from .measure import TOLERANCE, deviation, largest, render
 from .original import with_masks
 from .parity import make_task, plan_for, ranks_of
 from .program import Compilation, compile_program
-from .run import Loss, Task
+from .run import Loss, VerifyTask
 
 Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ComparedValue:
     """One value of the program, or its gradient, as all ranks had it, against the original's."""
 
     phase: Phase
@@ -67,14 +67,14 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class ValueTrace:
     """Every value that was looked at, in order. Prints as a table."""
 
     title: str
-    rows: tuple[Seen, ...]
+    rows: tuple[ComparedValue, ...]
 
     @property
-    def first(self) -> Seen | None:
+    def first(self) -> ComparedValue | None:
         """Where the program leaves the original."""
         return next((row for row in self.rows if not row.passed), None)
 
@@ -103,44 +103,48 @@ def trace(
     size: int | None = None,
     seed: int = 0,
     timeout: float = 600.0,
-) -> Trace:
+) -> ValueTrace:
     """Run the original and the program op by op, ranks as threads, and compare every value and every gradient."""
     task = make_task(model, example, dtype, torch.device("cpu"), loss=loss, steps=1, seed=seed)
     task.module.train(model.training)
     count = size or ranks_of(plan)
-    wish = plan_for(model, example, plan, task)
-    made = compile_program(task.module, task.args, task.kwargs, wish, count, promote=task.promote)
-    if made.plan.is_pipeline:
+    request = plan_for(model, example, plan, task)
+    compilation = compile_program(task.module, task.args, task.kwargs, request, count, promote=task.promote)
+    if compilation.plan.is_pipeline:
         raise InputError(
-            f"{made.plan.policy} runs by a schedule, and only plans without stages and microbatches are followed op by "
-            "op; look first at the plan of one stage, such as tp=2"
+            f"{compilation.plan.policy} runs by a schedule, and only plans without stages and microbatches are "
+            "followed op by op; look first at the plan of one stage, such as tp=2"
         )
-    original = _original(task, made)
-    every = ranks.run_threads(count, _on_rank, task, made, timeout=timeout)
+    original = _original(task, compilation)
+    every = ranks.run_threads(count, _on_rank, task, compilation, timeout=timeout)
     limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
-    comparison = _Comparison(made, original, every, limit)
-    title = f"{type(model).__name__} under {made.plan.policy}, op by op on {count} ranks"
-    return Trace(title=title, rows=(*comparison.forward(), *comparison.backward()))
+    comparison = _Comparison(compilation, original, every, limit)
+    title = f"{type(model).__name__} under {compilation.plan.policy}, op by op on {count} ranks"
+    return ValueTrace(title=title, rows=(*comparison.forward(), *comparison.backward()))
 
 
-def first_difference(model: nn.Module, plan: PlanLike = "auto", *, example: Any, **options: Any) -> Seen | None:
+def first_difference(
+    model: nn.Module, plan: PlanLike = "auto", *, example: Any, **options: Any
+) -> ComparedValue | None:
     """The first op at which the program leaves the original, or None. Takes the options of `trace`."""
     return trace(model, plan, example=example, **options).first
 
 
-def _random(task: Task) -> Randomness:
+def _random(task: VerifyTask) -> Randomness:
     random = Randomness(seed=task.seed, exact=True)
     random.advance()
     return random
 
 
-def _original(task: Task, made: Compilation) -> Watched:
+def _original(task: VerifyTask, compilation: Compilation) -> ObservedValues:
     """The graph, op by op, at global shape."""
     from ..capture.interpret import run_op
 
-    captured, module = made.captured, task.module
+    captured, module = compilation.captured, task.module
     graph, functions = with_masks(captured, _random(task))
-    start = dict(zip((held.value for held in graph.inputs), captured.flatten(task.args, task.kwargs), strict=True))
+    start = dict(
+        zip((graph_input.value for graph_input in graph.inputs), captured.flatten(task.args, task.kwargs), strict=True)
+    )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for parameter in graph.parameters:
         start[parameter.value] = parameters[parameter.key].detach().clone().requires_grad_(parameter.trainable)
@@ -149,23 +153,23 @@ def _original(task: Task, made: Compilation) -> Watched:
         constant = captured.constants.get(buffer.value)
         start[buffer.value] = buffers[buffer.key] if constant is None else constant
     known = {**captured.functions, **functions}
-    watched = step_through(graph.ops, start, lambda op, given: run_op(op, given, known))
+    watched = step_through(graph.ops, start, lambda op, tensors: run_op(op, tensors, known))
     outputs = [None if output.value is None else watched.values[output.value] for output in graph.outputs]
     _backward(task, captured.unflatten(outputs))
     return watched
 
 
-def _on_rank(rank: int, task: Task, made: Compilation) -> Watched:
+def _on_rank(rank: int, task: VerifyTask, compilation: Compilation) -> ObservedValues:
     module = task.module
-    executor = Executor(made.program, made.captured, _random(task), torch.device("cpu"))
+    executor = ProgramInterpreter(compilation.program, compilation.captured, _random(task), torch.device("cpu"))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    watched = executor.run(made.captured.flatten(task.args, task.kwargs), parameters, buffers)
+    watched = executor.run(compilation.captured.flatten(task.args, task.kwargs), parameters, buffers)
     _backward(task, executor.outputs(watched))
     return watched
 
 
-def _backward(task: Task, output: Any) -> None:
+def _backward(task: VerifyTask, output: Any) -> None:
     loss = task.loss(output)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -174,24 +178,26 @@ def _backward(task: Task, output: Any) -> None:
 class _Comparison:
     """The original's values and gradients against those of every rank."""
 
-    def __init__(self, made: Compilation, original: Watched, every: Sequence[Watched], tolerance: float) -> None:
-        self.program, self.graph = made.program, made.captured.graph
+    def __init__(
+        self, compilation: Compilation, original: ObservedValues, every: Sequence[ObservedValues], tolerance: float
+    ) -> None:
+        self.program, self.graph = compilation.program, compilation.captured.graph
         self.original, self.every, self.tolerance = original, every, tolerance
         gradients = (original.values[parameter.value].grad for parameter in self.graph.parameters)
         self.scale = largest(gradients)
 
-    def forward(self) -> Iterator[Seen]:
+    def forward(self) -> Iterator[ComparedValue]:
         for op in self.program.ops:
             for name in op.outputs:
                 if name.endswith("@sum") or name.startswith("count@"):  # these have no counterpart
                     continue
-                expected = self.original.values[base_of(name)]
-                inputs = [self.original.values[base_of(x)] for x in op.inputs if not x.startswith("count@")]
+                expected = self.original.values[graph_value(name)]
+                inputs = [self.original.values[graph_value(x)] for x in op.inputs if not x.startswith("count@")]
                 scale = largest(x for x in inputs if x.is_floating_point())
-                pieces = [watched.values.get(name) for watched in self.every]
-                yield self._seen("forward", op, name, self.program.layouts[name], pieces, expected, scale)
+                shards = [watched.values.get(name) for watched in self.every]
+                yield self._seen("forward", op, name, self.program.layouts[name], shards, expected, scale)
 
-    def backward(self) -> Iterator[Seen]:
+    def backward(self) -> Iterator[ComparedValue]:
         for op in reversed(self.program.body):
             if op.target.startswith("comm."):
                 continue
@@ -200,37 +206,39 @@ class _Comparison:
                     yield from self._of_value(name, op)
             seen: dict[str, int] = {}
             for name in op.inputs:
-                base = base_of(name)
+                base = graph_value(name)
                 use = (op.name, base, seen.get(base, 0))
                 seen[base] = use[2] + 1
                 if use in self.original.uses and self.original.uses[use].requires_grad:
-                    pieces = [watched.uses[use].grad for watched in self.every]
+                    shards = [watched.uses[use].grad for watched in self.every]
                     layout, expected = self.program.layouts[name].gradient(), self.original.uses[use].grad
-                    yield self._seen("backward", op, name, layout, pieces, expected, self.scale)
-        for holding in self.program.holdings:
+                    yield self._seen("backward", op, name, layout, shards, expected, self.scale)
+        for holding in self.program.parameters:
             if holding.trainable:
                 yield from self._of_value(holding.value, None)
 
-    def _of_value(self, name: str, producer: Op | None) -> Iterator[Seen]:
+    def _of_value(self, name: str, producer: Op | None) -> Iterator[ComparedValue]:
         """The whole gradient of a value, to which all its uses have added, through their converters."""
         if not self.original.values[name].requires_grad:
             return
-        converters = [op for op in self.program.body if op.target.startswith("comm.") and base_of(op.inputs[0]) == name]
+        converters = [
+            op for op in self.program.body if op.target.startswith("comm.") and graph_value(op.inputs[0]) == name
+        ]
         near = converters[0] if converters else producer
-        pieces = [watched.values[name].grad for watched in self.every]
+        shards = [watched.values[name].grad for watched in self.every]
         layout = self.program.layouts[name].gradient()
-        yield self._seen("backward", near, name, layout, pieces, self.original.values[name].grad, self.scale)
+        yield self._seen("backward", near, name, layout, shards, self.original.values[name].grad, self.scale)
 
     def _seen(
-        self, phase: Phase, op: Op | None, name: str, layout: Layout, pieces: Sequence[Tensor | None],
+        self, phase: Phase, op: Op | None, name: str, layout: Layout, shards: Sequence[Tensor | None],
         expected: Tensor | None, scale: float,
-    ) -> Seen:  # fmt: skip
-        value = self.graph.values[base_of(name)]
-        return Seen(
+    ) -> ComparedValue:  # fmt: skip
+        value = self.graph.values[graph_value(name)]
+        return ComparedValue(
             phase=phase, op=op.name if op else f"parameter {name}", source=self._source(op),
             value=f"{name}: {value.dtype}{list(value.shape)}", layout=str(layout),
-            hashes=tuple("-" if x is None else f"{digest([x]) & 0xFFFFFF:06x}" for x in pieces),
-            deviation=self._deviation(pieces, layout, value.shape, expected),
+            hashes=tuple("-" if x is None else f"{digest([x]) & 0xFFFFFF:06x}" for x in shards),
+            deviation=self._deviation(shards, layout, value.shape, expected),
             allowed=self.tolerance * (largest([expected]) + scale),
         )  # fmt: skip
 
@@ -241,13 +249,13 @@ class _Comparison:
         return str(op.source) if op is not None and op.source else ""
 
     def _deviation(
-        self, pieces: Sequence[Tensor | None], layout: Layout, shape: Sequence[int], expected: Tensor | None
+        self, shards: Sequence[Tensor | None], layout: Layout, shape: Sequence[int], expected: Tensor | None
     ) -> float:
-        held = next((x for x in pieces if x is not None), None)
-        if held is None:
+        present = next((x for x in shards if x is not None), None)
+        if present is None:
             return deviation(None, expected)
-        filled = [self._zeros(held, layout, shape, rank) if x is None else x for rank, x in enumerate(pieces)]
-        copies = join(filled, layout, shape, self.program)
+        filled = [self._zeros(present, layout, shape, rank) if x is None else x for rank, x in enumerate(shards)]
+        copies = unshard_tensor(filled, layout, shape, self.program)
         return float("inf") if copies is None else max(deviation(copy, expected) for copy in copies)
 
     def _zeros(self, like: Tensor, layout: Layout, shape: Sequence[int], rank: int) -> Tensor:

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from .. import runtime
-from ..capture import Captured, Function
+from ..capture import CapturedGraph, ImportedFunction
 from ..capture.interpret import filled, run_op
 from ..errors import ParityError
 from ..ir import Op, Slot
-from ..layout import Layout, piece_of
-from ..lower import Program, Size
-from ..lower.program import base_of
-from ..rules import is_drawn_whole
-from ..rules.kept import OPAQUE
-from ..runtime import Group, Groups, comm
-from ..runtime.experts import experts
-from ..runtime.random import Randomness
+from ..layout import Layout, local_region
+from ..lower import LoweredProgram, Size
+from ..lower.program import graph_value
+from ..rules import is_random
+from ..rules.user_calls import OPAQUE
+from ..runtime import Group, Groups
+from ..runtime.algorithms.experts import experts
+from ..runtime.algorithms.random import Randomness
+from ..runtime.collectives import comm
 
 Use = tuple[str, str, int]
 """An op, the graph's name of a value that it reads, and which of its readings of it (x * x has two)."""
@@ -38,34 +39,34 @@ REDUCTIONS: tuple[Literal["none", "mean", "sum"], ...] = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class ObservedValues:
     """Every value of a run, and every use of one."""
 
     values: dict[str, Tensor]
     uses: dict[Use, Tensor]
 
 
-def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> Watched:
+def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> ObservedValues:
     """Run ops one after the other from the values that there are."""
     values = dict(start)
     uses: dict[Use, Tensor] = {}
     for op in ops:
         seen: Counter[str] = Counter()
-        given = []
+        inputs = []
         for name in op.inputs:
-            base = base_of(name)
-            given.append(_own(values[name]))
-            uses[op.name, base, seen[base]] = given[-1]
+            base = graph_value(name)
+            inputs.append(_own(values[name]))
+            uses[op.name, base, seen[base]] = inputs[-1]
             seen[base] += 1
         try:
-            made = call(op, given)
+            outputs = call(op, inputs)
         except RuntimeError as error:
-            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(op.inputs, given, strict=True))
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(op.inputs, inputs, strict=True))
             raise ParityError(f"{op} can't run on its pieces ({shapes}): {error}") from error
-        for name, tensor in zip(op.outputs, made, strict=True):
+        for name, tensor in zip(op.outputs, outputs, strict=True):
             if tensor is not None:
                 values[name] = _own(tensor)
-    return Watched(values=values, uses=uses)
+    return ObservedValues(values=values, uses=uses)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -77,10 +78,12 @@ def _own(tensor: Tensor) -> Tensor:
     return alias
 
 
-class Executor:
+class ProgramInterpreter:
     """A program on this rank. Parameters and buffers are given whole, and cut here."""
 
-    def __init__(self, program: Program, captured: Captured, random: Randomness, device: torch.device) -> None:
+    def __init__(
+        self, program: LoweredProgram, captured: CapturedGraph, random: Randomness, device: torch.device
+    ) -> None:
         self.program, self.captured, self.random, self.device = program, captured, random, device
         wanted = {
             axes
@@ -91,12 +94,14 @@ class Executor:
         self.groups = Groups(program.mesh, sorted(wanted))
         self.at = {name: self.groups[name].index for name in program.mesh.names}
 
-    def run(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Watched:
+    def run(
+        self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> ObservedValues:
         """Every value that the program makes of these inputs."""
         program, graph = self.program, self.program.graph
-        start = {held.value: self.piece(x, held.value) for held, x in zip(graph.inputs, inputs, strict=True)}
-        for holding in program.holdings:
-            local = cut(parameters[holding.key].detach(), holding.layout, program, self.at)
+        start = {source.value: self.shard(x, source.value) for source, x in zip(graph.inputs, inputs, strict=True)}
+        for holding in program.parameters:
+            local = shard_tensor(parameters[holding.key].detach(), holding.layout, program, self.at)
             start[holding.value] = local.requires_grad_(holding.trainable and local.is_floating_point())
         for buffer in graph.buffers:
             constant = self.captured.constants.get(buffer.value)
@@ -105,50 +110,56 @@ class Executor:
             fixed = step_through(program.constants, start, self.call)
         return step_through(program.body, fixed.values, self.call)
 
-    def piece(self, whole: Tensor, value: str) -> Tensor:
-        local = cut(whole.detach(), self.program.layouts[value], self.program, self.at)
-        return local.requires_grad_(whole.requires_grad)
+    def shard(self, tensor: Tensor, value: str) -> Tensor:
+        local = shard_tensor(tensor.detach(), self.program.layouts[value], self.program, self.at)
+        return local.requires_grad_(tensor.requires_grad)
 
-    def outputs(self, watched: Watched) -> Any:
+    def outputs(self, watched: ObservedValues) -> Any:
         """What the model returns."""
         return self.captured.unflatten(
             [None if name is None else watched.values[name] for name in self.program.outputs]
         )
 
-    def call(self, op: Op, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def call(self, op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         room, _, kind = op.target.partition(".")
         if room == "comm":
-            return (self._convert(op, kind, given[0]),)
+            return (self._convert(op, kind, tensors[0]),)
         if room == "runtime":
-            found = getattr(self, f"_{kind}")(_Arguments(op, given))
-            made = found if isinstance(found, tuple) else (found,)
-            return made[: len(op.outputs)]
-        key = op.argument("op_key") if op.target == OPAQUE else op.name if is_drawn_whole(op) else None
+            result = getattr(self, f"_{kind}")(_Arguments(op, tensors))
+            outputs = result if isinstance(result, tuple) else (result,)
+            return outputs[: len(op.outputs)]
+        key = op.argument("op_key") if op.target == OPAQUE else op.name if is_random(op) else None
         with self.random.drawing(key) if key is not None else nullcontext():
-            return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
+            return run_op(replace(op, arguments=self._local(op.arguments)), tensors, self._functions)
 
     @property
-    def _functions(self) -> Mapping[str, Function]:
+    def _functions(self) -> Mapping[str, ImportedFunction]:
         return self.captured.functions
 
-    def _local(self, held: Any) -> Any:
+    def _local(self, argument: Any) -> Any:
         """Arguments with this rank's sizes."""
-        if isinstance(held, Size):
-            return held.local(self.program.mesh.sizes, self.at)
-        return tuple(self._local(inner) for inner in held) if isinstance(held, tuple) else held
+        if isinstance(argument, Size):
+            return argument.local(self.program.mesh.sizes, self.at)
+        return tuple(self._local(inner) for inner in argument) if isinstance(argument, tuple) else argument
 
     def _convert(self, op: Op, kind: str, x: Tensor) -> Tensor:
         group = self.groups[op.argument("axes")]
-        dim, held = op.argument("dim"), op.argument("cut")
-        if kind == "exchange":
-            return comm.exchange(x, dim, op.argument("to_dim"), group, held, op.argument("to_cut"))
+        dim, sharding = op.argument("dim"), op.argument("sharding")
+        if kind == "all_to_all":
+            return comm.all_to_all(x, dim, op.argument("to_dim"), group, sharding, op.argument("to_sharding"))
         if kind == "reduce":
-            return comm.reduce(x, group, op.argument("op"))
+            return comm.all_reduce(x, group, op=op.argument("op"))
         if op.argument("in_place"):
-            return comm.fan_in_(x.clone(), group)  # the value before it is kept here
-        converter = getattr(comm, kind)
-        found: Tensor = converter(x, group) if dim is None else converter(x, dim, group, held)
-        return found
+            return comm.all_reduce_(x.clone(), group)  # the value before it is kept here
+        states = {
+            "all_reduce_to_r": {"dst": comm.R},
+            "all_gather_to_r": {"dst": comm.R},
+            "shard_from_r": {"src": comm.R},
+        }
+        function = getattr(comm, kind.removesuffix("_to_r").removesuffix("_from_r"))
+        where = (group,) if dim is None else (dim, group, sharding)
+        resharded: Tensor = function(x, *where, **states.get(kind, {}))
+        return resharded
 
     def _group(self, axes: tuple[str, ...] | None) -> Group | None:
         return self.groups[axes] if axes else None
@@ -159,27 +170,29 @@ class Executor:
         padding = a["padding_idx"]
         padding = None if padding is None or padding < 0 else padding
         group = self.groups[a["axes"]]
-        return runtime.embedding_rows(a["indices"], a["weight"], group, a["cut"], rows=a["rows"], padding_idx=padding)
+        return runtime.embedding_rows(
+            a["indices"], a["weight"], group, a["sharding"], rows=a["rows"], padding_idx=padding
+        )
 
     def _experts(self, a: _Arguments) -> Tensor:
         """The layer on this rank's experts, run as the opaque part that it is."""
         state = dict(zip(a["names"], a["held"], strict=True))
 
-        def layer(rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-            given = (rows, numbers, shares)
+        def layer(tokens: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+            arguments = (tokens, numbers, shares)
             with self.random.drawing(a["op_key"]):
-                found: Tensor = self._functions[OPAQUE].call(
-                    a["op_key"], a["batch"], a["rule"], given, tuple(state), tuple(state.values())
+                output: Tensor = self._functions[OPAQUE].call(
+                    a["op_key"], a["batch"], a["rule"], arguments, tuple(state), tuple(state.values())
                 )[0]
-            return found
+            return output
 
         hidden, index, weights = a["tensors"]
-        return experts(layer, hidden, index, weights, self.groups[a["home"]], a["cut"])
+        return experts(layer, hidden, index, weights, self.groups[a["home"]], a["sharding"])
 
     def _cross_entropy(self, a: _Arguments) -> Tensor:
         return runtime.cross_entropy(
-            a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]), cut=a["cut"],
-            size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
+            a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]),
+            sharding=a["sharding"], size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
             reduction=REDUCTIONS[a.get("reduction", 1)], label_smoothing=a.get("label_smoothing", 0.0),
             count=a["count"], whole=a.get("whole", False),
         )  # fmt: skip
@@ -196,12 +209,12 @@ class Executor:
             a["target"], rows=self.groups[a["rows"]], weight=a["weight"], ignore_index=a.get("ignore_index", -100)
         )()
 
-    def _fan_out_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
-        return runtime.fan_out_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
+    def _replicate_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
+        return runtime.replicate_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
 
-    def _gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
+    def _all_gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
         group = self.groups[a["axes"]]
-        return runtime.gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["cut"])
+        return runtime.all_gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["sharding"])
 
     def _batch_norm(self, a: _Arguments) -> tuple[Tensor | None, ...]:
         return runtime.batch_norm(
@@ -209,12 +222,12 @@ class Executor:
             self._group(a["axes"]),
         )  # fmt: skip
 
-    def _own(self, a: _Arguments) -> Any:
-        call = runtime.own(a["path"], a["label"], self.groups[a["axes"]], a["size"])
-        return own_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.given)
+    def _custom_algorithm(self, a: _Arguments) -> Any:
+        call = runtime.custom_algorithm(a["path"], a["label"], self.groups[a["axes"]], a["size"])
+        return custom_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.tensors)
 
     def _dropout(self, a: _Arguments) -> Tensor:
-        return self.random.dropout(a.given[0], a["p"], a["op_key"], self._splits(a))
+        return self.random.dropout(a.tensors[0], a["p"], a["op_key"], self._splits(a))
 
     def _attention(self, a: _Arguments) -> Tensor:
         return self.random.attention(
@@ -223,63 +236,65 @@ class Executor:
         )  # fmt: skip
 
     def _splits(self, a: _Arguments) -> list[tuple[int, Group, Any]]:
-        return [(dim, self.groups[held.axis], held) for dim, held in a["splits"]]
+        return [(dim, self.groups[shard.axis], shard) for dim, shard in a["splits"]]
 
 
-def own_call(call: Callable[..., Any], op: Op, given: Sequence[Tensor]) -> Any:
+def custom_call(call: Callable[..., Any], op: Op, tensors: Sequence[Tensor]) -> Any:
     """Call an own algorithm with the arguments of its op."""
-    pairs = [(name, filled(held, given)) for name, held in op.argument("given")]
-    return call(*(held for name, held in pairs if not name), **{name: held for name, held in pairs if name})
+    pairs = [(name, filled(value, tensors)) for name, value in op.argument("given")]
+    return call(*(value for name, value in pairs if not name), **{name: value for name, value in pairs if name})
 
 
 class _Arguments:
     """An op's arguments by name, tensors filled in, None for what was not given."""
 
-    def __init__(self, op: Op, given: Sequence[Tensor]) -> None:
-        self.op, self.given = op, given
+    def __init__(self, op: Op, tensors: Sequence[Tensor]) -> None:
+        self.op, self.tensors = op, tensors
 
     def __getitem__(self, name: str) -> Any:
         return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        held = self.op.argument(name, default)
-        if isinstance(held, tuple):
-            return tuple(self.given[inner.index] if isinstance(inner, Slot) else inner for inner in held)
-        return self.given[held.index] if isinstance(held, Slot) else default if held is None else held
+        value = self.op.argument(name, default)
+        if isinstance(value, tuple):
+            return tuple(self.tensors[inner.index] if isinstance(inner, Slot) else inner for inner in value)
+        return self.tensors[value.index] if isinstance(value, Slot) else default if value is None else value
 
 
-def cut(whole: Tensor, layout: Layout, program: Program, at: Mapping[str, int]) -> Tensor:
+def shard_tensor(tensor: Tensor, layout: Layout, program: LoweredProgram, at: Mapping[str, int]) -> Tensor:
     """The piece of a whole tensor that the rank at some coordinates holds."""
-    piece = piece_of(layout, whole.shape, program.mesh.sizes, at)
-    local = whole.new_empty(piece.local_shape)
-    for there, here, sizes in piece.boxes:
-        local[_slices(here, sizes)] = whole[_slices(there, sizes)]
+    region = local_region(layout, tensor.shape, program.mesh.sizes, at)
+    local = tensor.new_empty(region.local_shape)
+    for source, here, sizes in region.boxes:
+        local[_slices(here, sizes)] = tensor[_slices(source, sizes)]
     return local
 
 
-def join(pieces: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: Program) -> list[Tensor] | None:
+def unshard_tensor(
+    shards: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: LoweredProgram
+) -> list[Tensor] | None:
     """The whole from the pieces of all ranks, once for each copy there is; None if a piece has a wrong shape.
 
     Axes that cut are joined, axes with parts are reduced, and every place on the other axes is a copy.
     """
     mesh = program.mesh
     copies: dict[tuple[int, ...], Tensor] = {}
-    reduction = next((held.op for _, held in layout.rest if hasattr(held, "op")), "sum")
+    reduction = next((placement.op for _, placement in layout.rest if hasattr(placement, "op")), "sum")
     first = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduction]
-    for rank, local in zip(mesh.devices, pieces, strict=True):
+    for rank, local in zip(mesh.devices, shards, strict=True):
         at = mesh.coordinates(rank)
-        piece = piece_of(layout, shape, mesh.sizes, at)
-        if piece.local_shape != tuple(local.shape):
+        region = local_region(layout, shape, mesh.sizes, at)
+        if region.local_shape != tuple(local.shape):
             return None
         wide = local.detach().to(torch.complex128 if local.is_complex() else torch.float64)
         key = tuple(at[name] for name in mesh.names if name not in layout.axes or _is_copied(layout, name))
-        whole = copies.setdefault(key, wide.new_full(tuple(shape), first))
-        for there, here, sizes in piece.boxes:
-            place, part = _slices(there, sizes), wide[_slices(here, sizes)]
+        full = copies.setdefault(key, wide.new_full(tuple(shape), first))
+        for target, here, sizes in region.boxes:
+            place, part = _slices(target, sizes), wide[_slices(here, sizes)]
             if reduction == "sum":
-                whole[place] += part
+                full[place] += part
             else:
-                whole[place] = (torch.maximum if reduction == "max" else torch.minimum)(whole[place], part)
+                full[place] = (torch.maximum if reduction == "max" else torch.minimum)(full[place], part)
     return list(copies.values())
 
 

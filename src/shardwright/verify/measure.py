@@ -80,11 +80,11 @@ class Report:
         """This report, or a ParityError that lists what differs."""
         if self.passed:
             return self
-        said = [f"{_full(row)}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
-        if len(said) > 12:
-            said = [*said[:12], f"... and {len(said) - 12} more"]
+        lines = [f"{_full(row)}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
+        if len(lines) > 12:
+            lines = [*lines[:12], f"... and {len(lines) - 12} more"]
         advice = "find the first op that differs with shardwright.verify.first_difference(model, plan, example=...)"
-        raise_all(ParityError, f"{self.title}: the program differs from the original;", [*said, advice])
+        raise_all(ParityError, f"{self.title}: the program differs from the original;", [*lines, advice])
         return self
 
     def __rich__(self) -> Group:
@@ -93,9 +93,9 @@ class Report:
         for name in (*(["plan"] if several else []), "compared", "tensors", "worst", "deviation", "allowed", ""):
             table.add_column(name, justify="right" if name in ("tensors", "deviation", "allowed") else "left")
         for plan, kind in dict.fromkeys((row.plan, row.kind) for row in self.rows):
-            held = [row for row in self.rows if (row.plan, row.kind) == (plan, kind)]
-            worst = max(held, key=lambda row: row.ratio)
-            table.add_row(*([plan] if several else []), *_cells(worst, len(held)))
+            group = [row for row in self.rows if (row.plan, row.kind) == (plan, kind)]
+            worst = max(group, key=lambda row: row.ratio)
+            table.add_row(*([plan] if several else []), *_cells(worst, len(group)))
         for row in self.failures[:10]:
             table.add_row(*([row.plan] if several else []), *_cells(row))
         lines = [Text(note) for note in self.notes]
@@ -105,8 +105,10 @@ class Report:
         if not self.rows:
             return "nothing was compared"
         worst = self.worst
-        said = f"worst: {_full(worst)}, {worst.deviation:.1e} off where {worst.allowed:.1e} is allowed"
-        return f"{'the same' if self.passed else f'{len(self.failures)} of {len(self.rows)} tensors differ'}; {said}"
+        worst_line = f"worst: {_full(worst)}, {worst.deviation:.1e} off where {worst.allowed:.1e} is allowed"
+        return (
+            f"{'the same' if self.passed else f'{len(self.failures)} of {len(self.rows)} tensors differ'}; {worst_line}"
+        )
 
     def __str__(self) -> str:
         return render(self)
@@ -132,8 +134,8 @@ def render(item: object, width: int = 120) -> str:
 def deviation(a: Tensor | None, b: Tensor | None) -> float:
     """max |a - b|; equal infinities and NaNs are no deviation, a shape or a NaN of one only is infinitely far."""
     if a is None or b is None:
-        held = a if b is None else b
-        return 0.0 if held is None or not held.numel() or not bool(held.any()) else math.inf
+        present = a if b is None else b
+        return 0.0 if present is None or not present.numel() or not bool(present.any()) else math.inf
     if a.shape != b.shape:
         return math.inf
     if not b.numel():
@@ -147,12 +149,12 @@ def deviation(a: Tensor | None, b: Tensor | None) -> float:
 
 def largest(tensors: Iterable[Tensor | None]) -> float:
     """The largest finite absolute value."""
-    found = 0.0
+    most = 0.0
     for tensor in tensors:
         if tensor is not None and tensor.numel():
             size = (tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor.detach()).abs()
-            found = max(found, float(torch.where(size.isfinite(), size, 0).max()))
-    return found
+            most = max(most, float(torch.where(size.isfinite(), size, 0).max()))
+    return most
 
 
 def compare(
@@ -169,10 +171,10 @@ def compare(
 
 def worst_of(runs: Iterable[Sequence[Row]]) -> tuple[Row, ...]:
     """One row for each tensor: the worst that any rank or any step has seen."""
-    found: dict[tuple[str, str], Row] = {}
+    worst: dict[tuple[str, str], Row] = {}
     for rows in runs:
         for row in rows:
-            held = found.get((row.kind, row.name))
-            if held is None or row.ratio > held.ratio:
-                found[row.kind, row.name] = row
-    return tuple(found.values())
+            known = worst.get((row.kind, row.name))
+            if known is None or row.ratio > known.ratio:
+                worst[row.kind, row.name] = row
+    return tuple(worst.values())

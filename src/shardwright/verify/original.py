@@ -26,19 +26,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture import Captured, Function, capture_pair, cast, casting, copy_module, run
+from ..capture import CapturedGraph, ImportedFunction, capture_pair, cast, casting, copy_module, run
+from ..capture.building.schema import is_random_call, named_arguments
 from ..capture.interpret import overload_of
-from ..capture.part import forwards
-from ..capture.schema import draws, named_arguments
-from ..compile import skeleton_of
+from ..capture.user_calls.opaque_call import forwards
+from ..compile import copy_to_meta
 from ..errors import InputError
 from ..ir import Graph, Op
 from ..precision import Precision
-from ..rules import DROPOUTS, is_drawn_whole
-from ..rules.kept import OPAQUE
-from ..runtime.random import ExactDropout, Randomness
+from ..rules import DROPOUTS, is_random
+from ..rules.user_calls import OPAQUE
+from ..runtime.algorithms.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
-from .run import Entry, Task, Tensors, first_names, follow, named_outputs, trainable
+from .run import Entry, Tensors, VerifyTask, first_names, follow, named_outputs, trainable
 
 NARROW = frozenset({"float32", "float16", "bfloat16"})
 UNKEYED = re.compile(r"\.(cauchy|geometric|log_normal|alpha_dropout|feature_)")
@@ -51,11 +51,11 @@ class Original:
 
     def __init__(
         self,
-        task: Task,
+        task: VerifyTask,
         *,
         by_graph: bool | None = None,
         promote: bool | None = None,
-        captures: dict[tuple[Entry, bool], Captured] | None = None,
+        captures: dict[tuple[Entry, bool], CapturedGraph] | None = None,
     ) -> None:
         self.task = task
         self.module, self.narrow = _cast(copy_module(task.module), task.precision)
@@ -74,19 +74,19 @@ class Original:
     def _promotes(self, graph: Graph) -> bool:
         return self.promote and casts(graph)
 
-    def captured(self, entry: Entry) -> Captured:
+    def captured(self, entry: Entry) -> CapturedGraph:
         """The graph that the compiled program is made of."""
         plain = self._captured(entry, promote=False)
         return self._captured(entry, promote=True) if self._promotes(plain.graph) else plain
 
-    def _captured(self, entry: Entry, promote: bool) -> Captured:
+    def _captured(self, entry: Entry, promote: bool) -> CapturedGraph:
         if (entry, promote) not in self.captures:
-            skeleton = skeleton_of(self.module)
+            skeleton = copy_to_meta(self.module)
             if entry == "eval":
                 skeleton.eval()
-            given, exact = (self.task.args, self.task.kwargs), self.task.precision
+            call, exact = (self.task.args, self.task.kwargs), self.task.precision
             with casting(cast(skeleton, exact), exact):
-                plain, wide = capture_pair(skeleton, *given, entry=entry, real=self._real, promote=self._promotes)
+                plain, wide = capture_pair(skeleton, *call, entry=entry, real=self._real, promote=self._promotes)
             self.captures[entry, False] = plain
             if wide is not None:
                 self.captures[entry, True] = wide
@@ -103,7 +103,7 @@ class Original:
         if self.by_graph:
             return self._run_graph(entry)
         captured = self.captured(entry)
-        names = [op.name for op in captured.graph.ops if is_drawn_whole(op)]
+        names = [op.name for op in captured.graph.ops if is_random(op)]
         with (
             exact_dropout(captured.graph, self.random) as mode,
             KeyedDraws(self.random, names) if names else nullcontext(),
@@ -113,7 +113,7 @@ class Original:
 
     def _call(self) -> Any:
         """The model itself, in its precision. What is narrow in it is made of the float32 masters, as on the ranks."""
-        device = next((held.device.type for held in self.module.parameters()), "cpu")
+        device = next((parameter.device.type for parameter in self.module.parameters()), "cpu")
         with casting(self.module, self.task.precision, device):
             if not self.narrow:
                 return self.module(*self.task.args, **self.task.kwargs)
@@ -130,7 +130,7 @@ class Original:
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         narrow, first = self._narrowed(), first_names(self.module)
         named = self.module.named_parameters(remove_duplicate=False)
-        parameters = {key: narrow.get(first[key], held) for key, held in named}
+        parameters = {key: narrow.get(first[key], parameter) for key, parameter in named}
         before = {key: buffer.clone() for key, buffer in buffers.items()}  # backward reads what forward read
         outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, before, functions)
         with torch.no_grad():
@@ -154,12 +154,12 @@ class Original:
 
 def _cast(module: nn.Module, precision: Precision) -> tuple[nn.Module, dict[str, torch.dtype]]:
     """A module cast to a precision, and what is computed with of parameters that stay as they are, as masters."""
-    wide = {name: held.data for name, held in module.named_parameters()}
+    wide = {name: parameter.data for name, parameter in module.named_parameters()}
     cast(module, precision)
     narrow: dict[str, torch.dtype] = {}
-    for name, held in module.named_parameters():
-        if precision.master and held.requires_grad and held.dtype.itemsize < wide[name].dtype.itemsize:
-            narrow[name], held.data = held.dtype, wide[name]
+    for name, parameter in module.named_parameters():
+        if precision.master and parameter.requires_grad and parameter.dtype.itemsize < wide[name].dtype.itemsize:
+            narrow[name], parameter.data = parameter.dtype, wide[name]
     return module, narrow
 
 
@@ -169,8 +169,8 @@ def check_original(side: Original) -> tuple[list[Row], str]:
         return [], ""
     dropped = any(redraws(side.captured(entry).graph) for entry in side.task.entries)
     why = "since it drops in checkpointed regions" if dropped else "in float64 throughout"
-    said = f"the reference is the model's graph run op by op, {why}"
-    return _check_graph(side), said
+    note = f"the reference is the model's graph run op by op, {why}"
+    return _check_graph(side), note
 
 
 def _check_graph(side: Original) -> list[Row]:
@@ -183,12 +183,12 @@ def _check_graph(side: Original) -> list[Row]:
     traced, model = again(True), again(False)
     rows: list[Row] = []
     for entry in once.entries:
-        a, b = (_prefixed(f"{entry} ", named_outputs(held.forward(entry))) for held in (traced, model))
+        a, b = (_prefixed(f"{entry} ", named_outputs(run_side.forward(entry))) for run_side in (traced, model))
         rows += compare("capture", a, b, 0.0, CAPTURE_TOLERANCE)
     if "train" in once.entries and not redraws(model.captured("train").graph):  # else its backward draws other masks
-        (one,), (other,) = (follow(again(by_graph), once).steps for by_graph in (True, False))
+        (first,), (other,) = (follow(again(by_graph), once).steps for by_graph in (True, False))
         scale = largest(other.gradients.values())
-        rows += compare("capture", one.gradients, other.gradients, scale, CAPTURE_TOLERANCE)
+        rows += compare("capture", first.gradients, other.gradients, scale, CAPTURE_TOLERANCE)
     return rows
 
 
@@ -203,14 +203,14 @@ def casts(graph: Graph) -> bool:
 
 def redraws(graph: Graph) -> bool:
     """Whether something is drawn in a checkpointed region."""
-    return any(op.region is not None for op in (*dropouts(graph), *filter(is_drawn_whole, graph.ops)))
+    return any(op.region is not None for op in (*dropouts(graph), *filter(is_random, graph.ops)))
 
 
 def dropouts(graph: Graph) -> list[Op]:
     """The ops that drop something, in the order of their calls."""
     odd = next((op for op in graph.ops if UNKEYED.search(op.target)), None)
     inside = (op for branch in graph.branches.values() for op in branch.ops)
-    odd = odd or next((op for op in inside if UNKEYED.search(op.target) or is_drawn_whole(op) or drops(op)), None)
+    odd = odd or next((op for op in inside if UNKEYED.search(op.target) or is_random(op) or drops(op)), None)
     if odd is not None:
         raise InputError(f"{odd} draws random numbers, which can't be made the same on one device and on many; "
                          'verify in evaluation mode with entries=("eval",)')  # fmt: skip
@@ -233,7 +233,7 @@ def exact_dropout(graph: Graph, random: Randomness) -> Iterator[ExactDropout | N
 
 
 def drawn_alike(
-    module: nn.Module, captured: Captured, random: Randomness, mode: ExactDropout | None
+    module: nn.Module, captured: CapturedGraph, random: Randomness, mode: ExactDropout | None
 ) -> AbstractContextManager[None]:
     """Within this, opaque submodules draw what those of the compiled program draw."""
     paths = dict.fromkeys(call.path for call in captured.opaques.values())
@@ -255,22 +255,22 @@ def _drawing(
     return drawn
 
 
-def with_masks(captured: Captured, random: Randomness) -> tuple[Graph, dict[str, Function]]:
+def with_masks(captured: CapturedGraph, random: Randomness) -> tuple[Graph, dict[str, ImportedFunction]]:
     """The graph with calls of our dropout instead of torch's, and opaque submodules that draw as on the ranks."""
     graph = captured.graph
-    found = {op.name: f"call.exact.{number}" for number, op in enumerate(dropouts(graph))}
+    targets = {op.name: f"call.exact.{number}" for number, op in enumerate(dropouts(graph))}
     functions = {
-        found[op.name]: Function(call=_masked(op, random), module="", qualname="")
+        targets[op.name]: ImportedFunction(call=_masked(op, random), module="", qualname="")
         for op in graph.ops
-        if op.name in found
+        if op.name in targets
     }
-    for number, op in enumerate(op for op in graph.ops if is_drawn_whole(op)):
-        found[op.name] = f"call.drawn.{number}"
-        functions[found[op.name]] = Function(call=_drawn(op, random), module="", qualname="")
+    for number, op in enumerate(op for op in graph.ops if is_random(op)):
+        targets[op.name] = f"call.drawn.{number}"
+        functions[targets[op.name]] = ImportedFunction(call=_drawn(op, random), module="", qualname="")
     if OPAQUE in captured.functions:
         functions[OPAQUE] = replace(captured.functions[OPAQUE], call=_keyed(captured.functions[OPAQUE].call, random))
-    ops = tuple(replace(op, target=found.get(op.name, op.target)) for op in graph.ops)
-    return (replace(graph, ops=ops) if found else graph), functions
+    ops = tuple(replace(op, target=targets.get(op.name, op.target)) for op in graph.ops)
+    return (replace(graph, ops=ops) if targets else graph), functions
 
 
 def _keyed(run: Callable[..., Any], random: Randomness) -> Callable[..., Any]:
@@ -300,7 +300,7 @@ class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random, self.names = random, iter(names)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not draws(func, named_arguments(func, args, kwargs or {}, lambda held: held)):
+        if not is_random_call(func, named_arguments(func, args, kwargs or {}, lambda value: value)):
             return func(*args, **(kwargs or {}))
         name = next(self.names, None)
         if name is None:
@@ -313,9 +313,9 @@ def _masked(op: Op, random: Randomness) -> Callable[..., Tensor]:
     names = [name for name, _ in op.arguments]
 
     def call(*values: Any) -> Tensor:
-        given = dict(zip(names, values, strict=True))
+        arguments = dict(zip(names, values, strict=True))
         if op.target in DROPOUTS:
-            return random.dropout(values[0], given["p"], op.name)
-        return random.attention(**given, op=op.name)
+            return random.dropout(values[0], arguments["p"], op.name)
+        return random.attention(**arguments, op=op.name)
 
     return call

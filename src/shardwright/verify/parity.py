@@ -29,20 +29,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import AUTO, Captured, capture, cast, casting, copy_module, find_opaque, register_containers
-from ..compile import skeleton_of
+from ..capture import AUTO, CapturedGraph, capture, cast, casting, copy_module, find_opaque, register_containers
+from ..compile import copy_to_meta
 from ..errors import InputError, LoweringError, PlanError, raise_all
 from ..ir import Graph
-from ..plan import Plan, read_request
+from ..plan import Plan, parse_plan_string
 from ..planning import Batching, PlanLike
 from ..precision import NARROW, Precision, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
 from ..wrapping import unwrapped
 from . import ranks, rebind
-from .compiled import Compiled, Order
+from .compiled import CompiledSide, CompileTask
 from .measure import TOLERANCE, Report, Row, compare, largest, worst_of
 from .original import Original, check_original
-from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, Run, Task, follow, loss_of
+from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, TrainingRun, VerifyTask, follow, loss_of
 
 Where = Literal["world", "threads", "processes"]
 
@@ -104,29 +104,30 @@ def verify(
     batching = Batching(microbatches=microbatches)
     if plan is None and method != "world" and size is None:
         return _each_kind(task, limit=limit, directory=directory, method=method, timeout=timeout, batching=batching)
-    wish = plan_for(model, example, plan or "auto", task)
+    request = plan_for(model, example, plan or "auto", task)
     count = here().size if method == "world" else size or _some_ranks(plan or "auto")
     if method == "world":
         _share(task.module)
-    return hold(refer(task), wish, said=_said(plan or "auto"), count=count, limit=limit, directory=directory,
-                method=method, timeout=timeout, batching=batching)  # fmt: skip
+    return compare_plan(make_reference(task), request, plan_name=_plan_name(plan or "auto"), count=count, limit=limit,
+                        directory=directory, method=method, timeout=timeout, batching=batching)  # fmt: skip
 
 
 def _each_kind(
-    task: Task, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
+    task: VerifyTask, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
 ) -> Report:
     """One report of a plan of each kind. What the model can't do is a note, as long as it can do something."""
-    reference = refer(task)
+    reference = make_reference(task)
     rows: list[Row] = []
-    notes: list[str] = [reference.said] if reference.said else []
+    notes: list[str] = [reference.note] if reference.note else []
     tried: list[str] = []
     for plan in KINDS:
-        cut = batching if plan.startswith("pp") else Batching()  # only a pipeline cuts the batch
+        own_batching = batching if plan.startswith("pp") else Batching()  # only a pipeline cuts the batch
         try:
-            report = hold(replace(reference, checks=()), plan, said=plan, count=ranks_of(plan), limit=limit,
-                          directory=directory, method=method, timeout=timeout, batching=cut)  # fmt: skip
+            report = compare_plan(replace(reference, checks=()), plan, plan_name=plan, count=ranks_of(plan),
+                          limit=limit, directory=directory, method=method, timeout=timeout,
+                          batching=own_batching)  # fmt: skip
         except (PlanError, LoweringError) as error:
-            if isinstance(error, LoweringError) and cut is not batching:
+            if isinstance(error, LoweringError) and own_batching is not batching:
                 raise  # only a batch that can't be cut is found so late
             notes.append(f"{plan} was not tried: {' '.join(str(error).split())}")
             continue
@@ -144,21 +145,21 @@ class Reference:
     """The original, captured and run: what any number of plans can be held against."""
 
     side: Original
-    run: Run
+    run: TrainingRun
     checks: tuple[Row, ...]
-    said: str
+    note: str
 
 
-def refer(task: Task) -> Reference:
+def make_reference(task: VerifyTask) -> Reference:
     """Run the original of a task."""
     side = Original(task)
     run = follow(side, task)
-    checks, said = check_original(side)
-    return Reference(side=side, run=run, checks=tuple(checks), said=said)
+    checks, note = check_original(side)
+    return Reference(side=side, run=run, checks=tuple(checks), note=note)
 
 
-def hold(
-    reference: Reference, plan: PlanLike, *, said: str, count: int, limit: float, method: Where,
+def compare_plan(
+    reference: Reference, plan: PlanLike, *, plan_name: str, count: int, limit: float, method: Where,
     directory: str | Path | None = None, timeout: float = 600.0, batching: Batching | None = None,
 ) -> Report:  # fmt: skip
     """Run the program of a plan on every rank, and compare it with the reference."""
@@ -166,16 +167,16 @@ def hold(
     with ExitStack() as stack:
         folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         captures = _captures(reference.side) if method == "threads" else {}
-        asked = batching or Batching()
-        order = Order(task=task, plan=plan, directory=folder, captures=captures, batching=asked)
+        own_batching = batching or Batching()
+        order = CompileTask(task=task, plan=plan, directory=folder, captures=captures, batching=own_batching)
         if method == "world":
             rows = _agree(_on_rank(here().rank, order, reference.run, limit))
         else:
             every = ranks.run(method, count, _on_rank, order, reference.run, limit, timeout=timeout)
             rows = worst_of(every)
     kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
-    title = f"{type(task.module).__name__} under {said} on {count} ranks, {kind}"
-    notes = (reference.said,) if reference.said else ()
+    title = f"{type(task.module).__name__} under {plan_name} on {count} ranks, {kind}"
+    notes = (reference.note,) if reference.note else ()
     return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=notes)
 
 
@@ -183,7 +184,7 @@ def make_task(
     model: nn.Module, example: Any, dtype: torch.dtype, device: torch.device,
     optimizer: MakeOptimizer | str = "sgd", loss: Loss | None = None, steps: int = 3,
     entries: tuple[Entry, ...] = ("train",), seed: int = 0, precision: Precision | None = None,
-) -> Task:  # fmt: skip
+) -> VerifyTask:  # fmt: skip
     """A copy of the model and its arguments in the dtype of the comparison."""
     if not entries or not set(entries) <= {"train", "eval"}:
         raise InputError(f'entries={entries!r}: use ("train",), ("eval",) or ("train", "eval")')
@@ -197,35 +198,42 @@ def make_task(
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        made = leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
-        return made.requires_grad_(leaf.requires_grad)
+        copied = leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+        return copied.requires_grad_(leaf.requires_grad)
 
     called = arguments_of(example)
     register_containers(called)  # or tree_map would take an object with tensors for a leaf
     args, kwargs = pytree.tree_map(moved, called)
-    return Task(
+    return VerifyTask(
         module=copy_module(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
         steps=steps, entries=entries, seed=seed, precision=precision or Precision(),
     )  # fmt: skip
 
 
-def _limit(task: Task) -> float:
+def _limit(task: VerifyTask) -> float:
     """How far apart things may be: twice the step of the narrowest dtype that a precision has."""
-    said = task.precision
-    names = {said.compute, said.parameters, said.sync, said.buffers, said.inputs, *dict(said.overrides).values()}
+    precision = task.precision
+    names = {
+        precision.compute,
+        precision.parameters,
+        precision.sync,
+        precision.buffers,
+        precision.inputs,
+        *dict(precision.overrides).values(),
+    }
     narrow = [torch.finfo(getattr(torch, name)).eps for name in NARROW if name in names]
     return 2 * max(narrow) if narrow else TOLERANCE.get(task.dtype, 1e-2)
 
 
-def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> PlanLike:
+def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: VerifyTask) -> PlanLike:
     """The plan, for the copy in the dtype of the comparison."""
     is_file = isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json"))
     if not isinstance(plan, Plan) and not is_file:
         return plan
     args, kwargs = arguments_of(example)
     entry = "train" if "train" in task.entries else "eval"
-    skeleton = cast(skeleton_of(model), task.precision)
+    skeleton = cast(copy_to_meta(model), task.precision)
     find_opaque(skeleton, "auto" if AUTO in vars(task.module) else "marked")
     if skeleton.training != (entry == "train"):
         skeleton.train(entry == "train")
@@ -255,29 +263,29 @@ def ranks_of(plan: PlanLike) -> int:
         try:
             data = json.loads(Path(plan).read_text())
             segments = next(iter(data["entries"].values()), ())
-            devices = {device for held in segments for device in held.get("devices", ())}
+            devices = {device for segment in segments for device in segment.get("devices", ())}
             return len(devices) or math.prod(data["mesh"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
     if isinstance(plan, str):
-        return 1 if plan == "auto" else read_request(plan).size
+        return 1 if plan == "auto" else parse_plan_string(plan).size
     raise InputError("a policy function does not say for how many ranks it is; pass size=2")
 
 
-def _captures(side: Original) -> dict[tuple[bool, int], Captured]:
+def _captures(side: Original) -> dict[tuple[bool, int], CapturedGraph]:
     """The graphs that the reference has captured already, for ranks in this process."""
     return {(entry == "train", number): side.captured(entry) for number, entry in enumerate(side.task.entries)}
 
 
-def _on_rank(rank: int, order: Order, original: Run, tolerance: float) -> list[Row]:
+def _on_rank(rank: int, order: CompileTask, original: TrainingRun, tolerance: float) -> list[Row]:
     """The compiled run of this rank, compared with the original."""
-    mine = follow(Compiled(order), order.task)
+    mine = follow(CompiledSide(order), order.task)
     scale = 0.0
     runs: list[list[Row]] = []
-    for taken, step in zip(mine.steps, original.steps, strict=True):
+    for step_taken, step in zip(mine.steps, original.steps, strict=True):
         scale = largest(step.gradients.values())
-        runs.append(compare("output", taken.outputs, step.outputs, scale, tolerance))
-        runs.append(compare("gradient", taken.gradients, step.gradients, scale, tolerance))
+        runs.append(compare("output", step_taken.outputs, step.outputs, scale, tolerance))
+        runs.append(compare("gradient", step_taken.gradients, step.gradients, scale, tolerance))
     if "train" in order.task.entries:
         runs.append(compare("parameter", mine.parameters, original.parameters, scale, tolerance))
     runs.append(compare("buffer", mine.buffers, original.buffers, scale, tolerance))
@@ -290,9 +298,11 @@ def _agree(rows: Sequence[Row]) -> tuple[Row, ...]:
     """The worst of every row over all ranks, on every rank."""
     if not dist.is_initialized() or not rows:
         return tuple(rows)
-    found = torch.tensor([row.deviation for row in rows], dtype=torch.float64, device=here().device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return tuple(replace(row, deviation=float(seen)) for row, seen in zip(rows, found.tolist(), strict=True))
+    deviations = torch.tensor([row.deviation for row in rows], dtype=torch.float64, device=here().device)
+    dist.all_reduce(deviations, dist.ReduceOp.MAX)
+    return tuple(
+        replace(row, deviation=float(deviation)) for row, deviation in zip(rows, deviations.tolist(), strict=True)
+    )
 
 
 def _share(module: nn.Module) -> None:
@@ -300,12 +310,12 @@ def _share(module: nn.Module) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                held = tensor.detach().contiguous()
-                dist.broadcast(held, 0)
-                tensor.copy_(held)
+                shared = tensor.detach().contiguous()
+                dist.broadcast(shared, 0)
+                tensor.copy_(shared)
 
 
-def _said(plan: PlanLike) -> str:
+def _plan_name(plan: PlanLike) -> str:
     if isinstance(plan, Plan):
         return plan.policy or "a plan"
     return str(plan) if isinstance(plan, str | Path) else getattr(plan, "__name__", "a policy")

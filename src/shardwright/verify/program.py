@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ..capture import Captured, capture
-from ..compile import skeleton_of
+from ..capture import CapturedGraph, capture
+from ..compile import copy_to_meta
 from ..emit import emit
-from ..lower import Program, lower, lower_pipeline
+from ..lower import LoweredProgram, lower, lower_pipeline
 from ..plan import Plan
 from ..planning import Batching, PlanLike, make_plan
 from ..probe import probing
@@ -21,15 +21,15 @@ from ..rules import analyse
 class Compilation:
     """What the flow makes of a call, stage by stage."""
 
-    captured: Captured
+    captured: CapturedGraph
     plan: Plan
-    programs: tuple[Program, ...]  # one for each segment
+    programs: tuple[LoweredProgram, ...]  # one for each segment
 
     @property
-    def program(self) -> Program:
+    def program(self) -> LoweredProgram:
         """The program of a plan without a pipeline."""
-        (found,) = self.programs
-        return found
+        (program,) = self.programs
+        return program
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def compile_program(
     *,
     promote: bool = False,
     batching: Batching | None = None,
-    captured: Captured | None = None,
+    captured: CapturedGraph | None = None,
 ) -> Compilation:
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta.
 
@@ -59,11 +59,11 @@ def compile_program(
     """
     if captured is None:
         real, entry = (module, args, kwargs), "train" if module.training else "eval"
-        captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
-    facts = analyse(captured.graph, probing(captured.functions))
-    found = make_plan(captured.graph, facts, plan, size, batching=batching)
-    if found.is_pipeline:
-        programs = lower_pipeline(captured.graph, found, facts).programs
+        captured = capture(copy_to_meta(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
+    analysis = analyse(captured.graph, probing(captured.functions))
+    chosen = make_plan(captured.graph, analysis, plan, size, batching=batching)
+    if chosen.is_pipeline:
+        programs = lower_pipeline(captured.graph, chosen, analysis).programs
     else:
-        programs = (lower(captured.graph, found, facts),)
-    return Compilation(captured=captured, plan=found, programs=programs)
+        programs = (lower(captured.graph, chosen, analysis),)
+    return Compilation(captured=captured, plan=chosen, programs=programs)

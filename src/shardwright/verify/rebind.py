@@ -14,7 +14,7 @@ from ..ir import Graph, Op
 from ..plan import Plan
 from ..plan.file import load
 from ..plan.pipeline import parts_like
-from ..plan.segments import Line
+from ..plan.stages import OpSequence
 from ..rules import analyse
 
 CAST = "aten._to_copy.default"
@@ -22,9 +22,9 @@ CAST = "aten._to_copy.default"
 
 def read(plan: Plan | Path | str, graph: Graph) -> Plan:
     """The plan, refused if it was not made for this graph."""
-    found = plan if isinstance(plan, Plan) else load(plan, graph)
-    found.check_against(graph)
-    return found
+    known = plan if isinstance(plan, Plan) else load(plan, graph)
+    known.check_against(graph)
+    return known
 
 
 def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
@@ -33,28 +33,30 @@ def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
     names = {op.name: op.name for op in new.ops if op.target != CAST and op.name in old.by_name}
     names.update(_match_casts(old, new))
     choices = {name: known.get(before, {}) for name, before in names.items()}
-    held = plan.entries[old.entry]
-    if len(held) == 1:
+    stages = plan.entries[old.entry]
+    if len(stages) == 1:
         parts: tuple[tuple[str, ...], ...] = (tuple(choices),)
     else:
-        homes = {name: number for number, segment in enumerate(held) for name in segment.choices}
-        parts = parts_like(Line(analyse(new)), {name: homes[before] for name, before in names.items()}, len(held))
+        storage_options = {name: number for number, segment in enumerate(stages) for name in segment.choices}
+        parts = parts_like(
+            OpSequence(analyse(new)), {name: storage_options[before] for name, before in names.items()}, len(stages)
+        )
     segments = tuple(
         replace(segment, choices={name: choices.get(name, {}) for name in part})
-        for segment, part in zip(held, parts, strict=True)
+        for segment, part in zip(stages, parts, strict=True)
     )
     return replace(plan, entries={new.entry: segments}, fingerprints={new.entry: new.fingerprint})
 
 
 def _match_casts(old: Graph, new: Graph) -> dict[str, str]:
     """For each cast of the promoted graph the one that it was, in the order of their module."""
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for stem in {_stem(op) for op in new.ops if op.target == CAST}:
         after = [op.name for op in new.ops if op.target == CAST and _stem(op) == stem]
         before = [op.name for op in old.ops if op.target == CAST and _stem(op) == stem and not _dropped(op, old)]
         if len(after) == len(before):
-            found.update(zip(after, before, strict=True))
-    return found
+            matches.update(zip(after, before, strict=True))
+    return matches
 
 
 def _stem(op: Op) -> str:

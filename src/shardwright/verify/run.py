@@ -1,6 +1,6 @@
 """What both sides do: a few training steps on one batch, then perhaps one evaluation.
 
-A `Task` says what is run, a `Run` holds everything that is compared, whole and under the
+A `VerifyTask` says what is run, a `TrainingRun` holds everything that is compared, whole and under the
 original names. `follow` is the loop; the two sides only differ in how they call the model
 and where they find gradients (`original.py`, `compiled.py`).
 """
@@ -25,7 +25,7 @@ Loss = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class VerifyTask:
     """A call of a model in the dtype of the comparison, and what to do with it."""
 
     module: nn.Module
@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class TrainingStep:
     """One training step: what the model returned, and the gradients it left."""
 
     outputs: Tensors
@@ -59,16 +59,16 @@ class Taken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainingRun:
     """Everything about a run that is compared."""
 
-    steps: tuple[Taken, ...] = ()
+    steps: tuple[TrainingStep, ...] = ()
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     evaluated: Tensors = field(default_factory=dict)
 
 
-class Side(Protocol):
+class ComparedModel(Protocol):
     """The original or the compiled model, ready to train."""
 
     optimizer: torch.optim.Optimizer
@@ -82,9 +82,9 @@ class Side(Protocol):
     def buffers(self) -> Tensors: ...
 
 
-def follow(side: Side, task: Task) -> Run:
+def follow(side: ComparedModel, task: VerifyTask) -> TrainingRun:
     """Train for the task's steps, then evaluate if it asks for that."""
-    taken: list[Taken] = []
+    steps: list[TrainingStep] = []
     for _ in range(task.steps if "train" in task.entries else 0):
         side.optimizer.zero_grad()
         output = side.forward("train")
@@ -92,26 +92,26 @@ def follow(side: Side, task: Task) -> Run:
         loss = task.loss(output)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        taken.append(Taken(outputs=outputs, gradients=side.gradients()))
+        steps.append(TrainingStep(outputs=outputs, gradients=side.gradients()))
         side.optimizer.step()
     evaluated: Tensors = {}
     if "eval" in task.entries:
         with torch.no_grad():
             evaluated = named_outputs(side.forward("eval"))
-    return Run(steps=tuple(taken), parameters=side.parameters(), buffers=side.buffers(), evaluated=evaluated)
+    return TrainingRun(steps=tuple(steps), parameters=side.parameters(), buffers=side.buffers(), evaluated=evaluated)
 
 
 def named_outputs(output: Any) -> Tensors:
     """Every tensor and number of what a model returns, by its place in it."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         name = ".".join(_word(key) for key in path) or "output"
         if isinstance(leaf, Tensor):
             continuous = leaf.is_floating_point() or leaf.is_complex()
-            found[name] = leaf.detach().clone() if continuous else leaf.double()
+            tensors[name] = leaf.detach().clone() if continuous else leaf.double()
         elif isinstance(leaf, bool | int | float):
-            found[name] = torch.tensor(float(leaf), dtype=torch.float64)
-    return found
+            tensors[name] = torch.tensor(float(leaf), dtype=torch.float64)
+    return tensors
 
 
 def _word(key: Any) -> str:
@@ -120,11 +120,11 @@ def _word(key: Any) -> str:
 
 def loss_of(output: Any) -> Tensor:
     """The loss that a model returns, or a fixed mix of its outputs if it returns none."""
-    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found.reshape(())
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
     floats = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
     if not floats:
         raise InputError("the model returns no floating tensor, so there is nothing to verify")
@@ -141,10 +141,10 @@ def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def first_names(module: nn.Module) -> dict[str, str]:
     """For every key of a parameter the first key that stands for it (tied weights have several)."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for key, parameter in module.named_parameters(remove_duplicate=False):
-        found[key] = first.setdefault(id(parameter), key)
-    return found
+        names[key] = first.setdefault(id(parameter), key)
+    return names
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -3,20 +3,25 @@
 import pytest
 
 from shardwright.cluster import find
-from shardwright.cost import Training
+from shardwright.cost import TrainingSetup
 from shardwright.errors import PlanError
-from shardwright.plan.auto import Wishes
+from shardwright.plan.auto import SearchOptions
 from shardwright.plan.constraints import read_constraints
-from shardwright.plan.joint import find as find_joint
+from shardwright.plan.joint import find_plan as find_joint
 
 from .models import chain, language
 
 CLASSES = {"": "Chain", "layers": "ModuleList", **{f"layers.{n}": "Sequential" for n in range(8)}}
 
 
-def found(*entries, facts=None, size=4, **wishes):
-    asked = read_constraints(list(entries), CLASSES)
-    return find_joint(facts or chain(), find(f"{size}xA100-80GB"), Training(), Wishes(constraints=asked, **wishes))
+def search(*entries, analysis=None, size=4, **options):
+    constraints = read_constraints(list(entries), CLASSES)
+    return find_joint(
+        analysis or chain(),
+        find(f"{size}xA100-80GB"),
+        TrainingSetup(),
+        SearchOptions(constraints=constraints, **options),
+    )
 
 
 def firsts(plan):
@@ -25,28 +30,28 @@ def firsts(plan):
 
 
 def test_stages_microbatches_and_schedule():
-    plan = found({"stages": 2}, {"microbatches": 4}, {"schedule": "1f1b"}).plan
+    plan = search({"stages": 2}, {"microbatches": 4}, {"schedule": "1f1b"}).plan
     assert len(plan.segments) == 2 and plan.microbatches == 4 and plan.schedule == "1f1b"
     assert "keeps to constraints, entry 1: {stages: 2}" in plan.notes
 
 
 def test_one_stage_is_no_pipeline():
-    assert not found({"stages": 1}, {"microbatches": 1}).plan.is_pipeline
+    assert not search({"stages": 1}, {"microbatches": 1}).plan.is_pipeline
 
 
 def test_microbatches_may_be_an_argument():
-    assert found({"stages": 2}, microbatches=8).plan.microbatches == 8
+    assert search({"stages": 2}, microbatches=8).plan.microbatches == 8
     with pytest.raises(PlanError, match="leave one of them out"):
-        found({"microbatches": 4}, microbatches=8)
+        search({"microbatches": 4}, microbatches=8)
 
 
 def test_stages_begin_where_people_say():
-    plan = found({"stages": 2}, {"schedule": "1f1b"}, {"module": "layers.3", "cut": "before"}).plan
+    plan = search({"stages": 2}, {"schedule": "1f1b"}, {"module": "layers.3", "cut": "before"}).plan
     assert firsts(plan)[1].startswith("layers.3.")
 
 
 def test_modules_stay_whole():
-    plan = found(
+    plan = search(
         {"stages": 2}, {"schedule": "1f1b"}, {"module": [f"layers.{n}" for n in range(8)], "cut": "never"}
     ).plan
     names = [{name.partition(" / ")[0].rpartition(".")[0] for name in segment.choices} for segment in plan.segments]
@@ -70,14 +75,14 @@ def test_modules_stay_whole():
 )
 def test_what_cannot_be_is_said(entries, message):
     with pytest.raises(PlanError, match=message):
-        found(*entries)
+        search(*entries)
 
 
 def test_more_stages_than_the_model_has_parts():
     with pytest.raises(PlanError, match="can be cut"):
-        found({"stages": 4}, facts=chain(layers=1))
+        search({"stages": 4}, analysis=chain(layers=1))
 
 
 def test_axes_are_those_that_are_named():
-    plan = found({"stages": 2}, {"axis": "tp", "size": 2}, facts=language(layers=4)).plan
+    plan = search({"stages": 2}, {"axis": "tp", "size": 2}, analysis=language(layers=4)).plan
     assert all(segment.mesh.sizes == {"tp": 2} for segment in plan.segments)

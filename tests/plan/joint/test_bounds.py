@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shardwright.cluster import find
-from shardwright.plan.joint.bounds import Priced, load_of, together
-from shardwright.plan.joint.search import Search
+from shardwright.plan.joint.bounds import LeastCosts, least_seconds, load_of
+from shardwright.plan.joint.search import PipelineSearch
 from shardwright.plan.joint.trial import flights
-from shardwright.schedule import in_flight, kind_named
+from shardwright.schedule import in_flight, schedule_kind
 
 from .models import language
 from .test_planner import MIXED, setup
@@ -17,31 +17,31 @@ from .test_planner import MIXED, setup
 
 def priced(*lines, bytes=0.0):
     prices, least = np.array(lines).T
-    return Priced(prices, least, bytes)
+    return LeastCosts(prices, least, bytes)
 
 
 def test_equal_seats_share_the_work():
-    assert together([load_of(4, priced((0.0, 8.0)), math.inf)]) == 2.0
+    assert least_seconds([load_of(4, priced((0.0, 8.0)), math.inf)]) == 2.0
 
 
 def test_a_faster_seat_takes_more():
     loads = [load_of(1, priced((0.0, 3.0)), math.inf), load_of(1, priced((0.0, 6.0)), math.inf)]
 
-    assert together(loads) == pytest.approx(2.0)  # two thirds of 3 seconds, and a third of 6
+    assert least_seconds(loads) == pytest.approx(2.0)  # two thirds of 3 seconds, and a third of 6
 
 
 def test_what_memory_costs_is_in_the_bound():
     lines = priced((0.0, 4.0), (0.5, 4.0 + 0.5 * 8.0), bytes=2.0)  # 4 seconds with 8 bytes, and 2 bytes save a second
 
-    assert together([load_of(1, lines, 8.0)]) == 4.0
-    assert together([load_of(1, lines, 4.0)]) == 6.0
-    assert together([load_of(2, lines, 4.0)]) == 2.0
-    assert together([load_of(1, lines, 1.0)]) == math.inf
+    assert least_seconds([load_of(1, lines, 8.0)]) == 4.0
+    assert least_seconds([load_of(1, lines, 4.0)]) == 6.0
+    assert least_seconds([load_of(2, lines, 4.0)]) == 2.0
+    assert least_seconds([load_of(1, lines, 1.0)]) == math.inf
 
 
 @pytest.mark.parametrize("room", [math.inf, 0.8 * 2**30, 0.5 * 2**30, 0.35 * 2**30])
 def test_bounds_that_know_of_memory_are_below_what_they_bound(room):
-    search = Search(setup(language(layers=4), find("4xA100-80GB"), training=MIXED, room=room))
+    search = PipelineSearch(setup(language(layers=4), find("4xA100-80GB"), training=MIXED, room=room))
     tried, raised = 0, 0
     for rough in search.candidates:
         within = search.within(rough)
@@ -55,19 +55,23 @@ def test_bounds_that_know_of_memory_are_below_what_they_bound(room):
 
 
 def test_what_is_known_of_larger_microbatches_bounds_smaller_ones():
-    search = Search(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
-    rough = {(one.seats, one.microbatches): one for one in search.candidates if len(one.seats) == 1}
-    for (seats, microbatches), candidate in rough.items():
-        if (seats, 2 * microbatches) in rough:
+    search = PipelineSearch(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
+    rough = {
+        (candidate.pp_ranks, candidate.microbatches): candidate
+        for candidate in search.candidates
+        if len(candidate.pp_ranks) == 1
+    }
+    for (pp_ranks, microbatches), candidate in rough.items():
+        if (pp_ranks, 2 * microbatches) in rough:
             search.candidates.sure(candidate)
-            after = search.candidates.by_now(rough[seats, 2 * microbatches])
-            assert rough[seats, 2 * microbatches].bound <= after.bound
+            after = search.candidates.by_now(rough[pp_ranks, 2 * microbatches])
+            assert rough[pp_ranks, 2 * microbatches].bound <= after.bound
             assert after.bound <= search.candidates.sure(after).bound * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb", "zbv", "interleaved", "interleaved:3", "interleaved:4"])
 def test_microbatches_in_flight_are_those_of_the_schedule(schedule):
-    kind = kind_named(schedule)
-    for seats in range(2, 7):
-        for microbatches in range(seats if kind.segments > 1 else 1, 3 * seats + 1):
-            assert flights(schedule, seats, microbatches) == in_flight(kind.make(seats, microbatches))
+    kind = schedule_kind(schedule)
+    for pp_ranks in range(2, 7):
+        for microbatches in range(pp_ranks if kind.segments > 1 else 1, 3 * pp_ranks + 1):
+            assert flights(schedule, pp_ranks, microbatches) == in_flight(kind.make(pp_ranks, microbatches))

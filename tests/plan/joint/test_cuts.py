@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from shardwright.plan.joint.cuts import cut_line
+from shardwright.plan.joint.cuts import cut_into_stages
 
 
 def tables(weights: list[float], stages: int, speed: list[float] | None = None) -> list[np.ndarray]:
@@ -40,28 +40,31 @@ def test_the_best_of_all_cuts_is_found(seed):
         stage[rng.uniform(size=stage.shape) < 0.15] = np.inf
     entering = rng.uniform(0.0, 0.5, count + 1)
     rounds, fill = float(rng.integers(0, 9)), float(rng.choice([1.0, 0.5]))
-    wanted, found = brute_force(stages, entering, rounds, fill), cut_line(stages, [entering] * number, rounds, fill)
+    wanted, best = (
+        brute_force(stages, entering, rounds, fill),
+        cut_into_stages(stages, [entering] * number, rounds, fill),
+    )
     if math.isinf(wanted):
-        assert found is None
+        assert best is None
     else:
-        assert found is not None and found.seconds == pytest.approx(wanted)
+        assert best is not None and best.seconds == pytest.approx(wanted)
 
 
 def test_equal_blocks_are_cut_evenly():
-    found = cut_line(tables([1.0] * 12, 4), [np.zeros(13)] * 4, 8.0)
-    assert found.bounds == (0, 3, 6, 9, 12)
+    best = cut_into_stages(tables([1.0] * 12, 4), [np.zeros(13)] * 4, 8.0)
+    assert best.bounds == (0, 3, 6, 9, 12)
 
 
 def test_a_faster_stage_gets_more():
-    found = cut_line(tables([1.0] * 12, 2, [1.0, 3.0]), [np.zeros(13)] * 2, 8.0)
-    assert found.bounds == (0, 3, 12)
+    best = cut_into_stages(tables([1.0] * 12, 2, [1.0, 3.0]), [np.zeros(13)] * 2, 8.0)
+    assert best.bounds == (0, 3, 12)
 
 
 def test_cuts_are_where_little_crosses():
     entering = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
-    found = cut_line(tables([1.0] * 6, 2), [entering] * 2, 0.0)
-    assert found.bounds == (0, 3, 6)
+    best = cut_into_stages(tables([1.0] * 6, 2), [entering] * 2, 0.0)
+    assert best.bounds == (0, 3, 6)
 
 
 def test_more_stages_than_blocks_have_no_cuts():
-    assert cut_line(tables([1.0] * 3, 4), [np.zeros(4)] * 4, 1.0) is None
+    assert cut_into_stages(tables([1.0] * 3, 4), [np.zeros(4)] * 4, 1.0) is None

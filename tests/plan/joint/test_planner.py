@@ -6,33 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.cluster import Cluster, Group, Link, find
-from shardwright.cost import Training
+from shardwright.cluster import Cluster, Link, NodeGroup, find
+from shardwright.cost import TrainingSetup
 from shardwright.errors import PlanError
-from shardwright.plan.auto import Wishes
-from shardwright.plan.joint import find as find_joint
+from shardwright.plan.auto import SearchOptions
+from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.joint import note_of, predicted
 from shardwright.plan.joint.candidates import bound_of
-from shardwright.plan.joint.search import Search
-from shardwright.plan.joint.setup import Asked, Setup
+from shardwright.plan.joint.search import PipelineSearch
+from shardwright.plan.joint.setup import PipelineRequest, PipelineSetup
 from shardwright.plan.limits import Limits
 
 from .models import chain, language
 
-MIXED = Training(compute="bfloat16")
+MIXED = TrainingSetup(compute="bfloat16")
 
 
-def setup(facts, cluster, *, room=math.inf, training=None, **asked):
-    return Setup(
-        facts=facts, cluster=cluster, training=training or Training(), limits=Limits(), size=cluster.size,
-        room=lambda seat: room, asked=Asked(**asked),
+def setup(analysis, cluster, *, room=math.inf, training=None, **request):
+    return PipelineSetup(
+        analysis=analysis, cluster=cluster, training=training or TrainingSetup(), limits=Limits(), size=cluster.size,
+        room=lambda pp_rank: room, request=PipelineRequest(**request),
     )  # fmt: skip
 
 
 def slow_network(cluster: Cluster, bandwidth: float) -> Cluster:
     """The same with a network of so many bytes a second."""
     link = Link(name="string", bandwidth=bandwidth, latency=20e-6)
-    groups = tuple(Group(node=replace(group.node, network=link), nodes=group.nodes) for group in cluster.groups)
+    groups = tuple(NodeGroup(node=replace(group.node, network=link), nodes=group.nodes) for group in cluster.groups)
     return replace(cluster, name="slow", groups=groups)
 
 
@@ -47,34 +47,38 @@ def pairs(bounds):
 
 
 def test_equal_layers_are_cut_evenly():
-    search = Search(setup(chain(), find("4xA100-80GB"), stages=4, microbatches=8, schedule="1f1b"))
-    found = search.run().best
-    assert layers(found, search) == [2, 2, 2, 2]
+    search = PipelineSearch(setup(chain(), find("4xA100-80GB"), stages=4, microbatches=8, schedule="1f1b"))
+    best = search.run().best
+    assert layers(best, search) == [2, 2, 2, 2]
 
 
-def test_one_row_is_planned_without_a_batch_to_split():
-    found = find_joint(language(width=256, layers=2, batch=1), find("2xA100-80GB"), Training(), Wishes())
-    assert found.plan.size == 2
-    assert found.plan.microbatches == 1
+def test_a_single_sample_is_planned_without_a_batch_to_split():
+    result = find_joint(language(width=256, layers=2, batch=1), find("2xA100-80GB"), TrainingSetup(), SearchOptions())
+    assert result.plan.size == 2
+    assert result.plan.microbatches == 1
 
 
 def test_a_faster_group_of_devices_gets_more_layers():
     cluster = find("2xA100-80GB+2xV100-32GB")
-    search = Search(setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule="1f1b", training=MIXED))
-    found = search.run().best
-    held = dict(zip((cluster.device(seat.devices[0]).name for seat in found.seats), layers(found, search), strict=True))
-    assert held["A100-80GB"] >= 4 * held["V100-32GB"] > 0
-    assert sum(layers(found, search)) == 24
+    search = PipelineSearch(
+        setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule="1f1b", training=MIXED)
+    )
+    best = search.run().best
+    blocks = dict(
+        zip((cluster.device(pp_rank.devices[0]).name for pp_rank in best.pp_ranks), layers(best, search), strict=True)
+    )
+    assert blocks["A100-80GB"] >= 4 * blocks["V100-32GB"] > 0
+    assert sum(layers(best, search)) == 24
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_number_of_stages_is_looked_at(size):
-    search = Search(setup(chain(), find(f"{size}xA100-80GB")))
-    assert {len(candidate.seats) for candidate in search.candidates} == set(range(1, size + 1))
+    search = PipelineSearch(setup(chain(), find(f"{size}xA100-80GB")))
+    assert {len(candidate.pp_ranks) for candidate in search.candidates} == set(range(1, size + 1))
 
 
 def test_bounds_are_below_what_they_bound():
-    search = Search(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
+    search = PipelineSearch(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
     uneven = 0
     for rough in search.candidates:
         sure = search.candidates.sure(rough)
@@ -82,7 +86,7 @@ def test_bounds_are_below_what_they_bound():
         trial = search.tried(sure)
         if trial is not None:
             assert sure.bound <= trial.seconds * (1 + 1e-9)
-            uneven += len({len(seat.devices) for seat in sure.seats}) > 1
+            uneven += len({len(pp_rank.devices) for pp_rank in sure.pp_ranks}) > 1
     assert uneven
 
 
@@ -92,54 +96,64 @@ def test_a_batch_in_one_piece_passes_stages_of_any_size_one_after_the_other():
 
 
 def test_a_model_that_fits_on_good_links_gets_no_pipeline():
-    found = find_joint(language(layers=4), find("4xA100-80GB"), MIXED, Wishes())
-    assert found.pipeline is None and not found.plan.is_pipeline
-    assert found.piped is not None and "pipeline" in note_of(found)
+    result = find_joint(language(layers=4), find("4xA100-80GB"), MIXED, SearchOptions())
+    assert result.pipeline is None and not result.plan.is_pipeline
+    assert result.piped is not None and "pipeline" in note_of(result)
 
 
 def test_slow_links_between_nodes_make_pipelines_win():
     cluster = slow_network(find("2x4xA100-80GB"), 1e9)
-    found = find_joint(language(width=4096, layers=4), cluster, MIXED, Wishes())
-    assert found.pipeline is not None
-    assert found.flat.best.time > found.pipeline.trial.seconds
-    seats = found.pipeline.trial.seats
-    assert all(len({cluster.node_of(rank) for rank in seat.devices}) == 1 for seat in seats)
+    result = find_joint(language(width=4096, layers=4), cluster, MIXED, SearchOptions())
+    assert result.pipeline is not None
+    assert result.flat.best.time > result.pipeline.trial.seconds
+    pp_ranks = result.pipeline.trial.pp_ranks
+    assert all(len({cluster.node_of(rank) for rank in pp_rank.devices}) == 1 for pp_rank in pp_ranks)
 
 
 def test_short_memory_is_met_by_recomputing_or_more_stages():
-    facts, cluster = language(layers=8, batch=64), find("4xA100-80GB")
-    wide = Search(setup(facts, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4)).run().best
-    need = max(wide.memory(seat) for seat in range(2))
+    analysis, cluster = language(layers=8, batch=64), find("4xA100-80GB")
+    wide = (
+        PipelineSearch(setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4)).run().best
+    )
+    need = max(wide.memory(pp_rank) for pp_rank in range(2))
     short = need * 0.6
-    found = find_joint(facts, cluster, MIXED, Wishes(memory=short))
-    if found.pipeline is not None:
-        assert max(held.peak for held in found.pipeline.memory) <= short
-    tight = Search(setup(facts, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short))
+    result = find_joint(analysis, cluster, MIXED, SearchOptions(memory=short))
+    if result.pipeline is not None:
+        assert max(peak.peak for peak in result.pipeline.memory) <= short
+    tight = PipelineSearch(
+        setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short)
+    )
     again = tight.run().best
-    assert again is None or (again.seconds > wide.seconds and max(again.memory(seat) for seat in range(2)) <= short)
+    assert again is None or (
+        again.seconds > wide.seconds and max(again.memory(pp_rank) for pp_rank in range(2)) <= short
+    )
 
 
 def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
-    facts, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
-    found = find_joint(facts, cluster, MIXED, Wishes())
-    plan = found.plan
+    analysis, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
+    result = find_joint(analysis, cluster, MIXED, SearchOptions())
+    plan = result.plan
     names = [name for segment in plan.segments for name in segment.choices]
-    assert sorted(names) == sorted(op.name for op in facts.graph.ops)
+    assert sorted(names) == sorted(op.name for op in analysis.graph.ops)
     assert plan.size == 8 and plan.schedule and plan.is_pipeline
-    said = predicted(found, cluster, MIXED, facts.graph)
-    assert said["seconds"] > 0 and len(said["pipeline"]["stages"]) == len(plan.segments)
-    assert 0 <= said["pipeline"]["bubble"] < 1 <= said["pipeline"]["balance"]
-    assert said["memory"]["peak"] <= said["limit"]
+    prediction = predicted(result, cluster, MIXED, analysis.graph)
+    assert prediction["seconds"] > 0 and len(prediction["pipeline"]["stages"]) == len(plan.segments)
+    assert 0 <= prediction["pipeline"]["bubble"] < 1 <= prediction["pipeline"]["balance"]
+    assert prediction["memory"]["peak"] <= prediction["limit"]
 
 
 def test_nothing_that_fits_is_an_error():
     with pytest.raises(PlanError, match="does not fit"):
-        find_joint(chain(layers=4), find("2xA100-80GB"), Training(), Wishes(memory=1e6))
+        find_joint(chain(layers=4), find("2xA100-80GB"), TrainingSetup(), SearchOptions(memory=1e6))
 
 
 def test_the_search_ends_when_it_is_told():
     calls = []
     find_joint(
-        language(layers=4), find("4xA100-80GB"), MIXED, Wishes(seconds=0.0), progress=lambda *held: calls.append(held)
+        language(layers=4),
+        find("4xA100-80GB"),
+        MIXED,
+        SearchOptions(seconds=0.0),
+        progress=lambda *report: calls.append(report),
     )
     assert calls

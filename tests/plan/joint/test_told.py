@@ -6,10 +6,10 @@ import pytest
 
 import shardwright as sw
 from shardwright.cluster import find
-from shardwright.plan.auto import Wishes
+from shardwright.plan.auto import SearchOptions
 from shardwright.plan.constraints import read_constraints
 from shardwright.plan.file import load
-from shardwright.plan.joint import find as find_joint
+from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.joint import predicted
 
 from .models import language
@@ -18,10 +18,10 @@ from .test_planner import MIXED
 
 @pytest.fixture(scope="module")
 def plan():
-    facts, cluster = language(layers=4), find("4xA100-80GB")
-    asked = read_constraints([{"stages": 4}, {"microbatches": 8}, {"schedule": "1f1b"}])
-    found = find_joint(facts, cluster, MIXED, Wishes(constraints=asked))
-    return replace(found.plan, predicted={"train": predicted(found, cluster, MIXED, facts.graph)})
+    analysis, cluster = language(layers=4), find("4xA100-80GB")
+    constraints = read_constraints([{"stages": 4}, {"microbatches": 8}, {"schedule": "1f1b"}])
+    result = find_joint(analysis, cluster, MIXED, SearchOptions(constraints=constraints))
+    return replace(result.plan, predicted={"train": predicted(result, cluster, MIXED, analysis.graph)})
 
 
 def test_a_plan_that_is_saved_and_loaded_is_the_same(plan, tmp_path):
@@ -40,8 +40,8 @@ def test_one_screen_has_the_picture_the_stages_and_what_almost_won(plan):
 
 
 def test_times_add_up(plan):
-    said = plan.predicted["train"]
-    parts = said["compute"] + said["waited"] + said["exposed"] + said["update"]
-    assert parts == pytest.approx(said["seconds"], rel=2e-3)
-    kinds = [size for kind, size in said["memory"].items() if kind != "peak"]
-    assert sum(kinds) == pytest.approx(said["memory"]["peak"], abs=8)
+    prediction = plan.predicted["train"]
+    parts = prediction["compute"] + prediction["waited"] + prediction["exposed"] + prediction["update"]
+    assert parts == pytest.approx(prediction["seconds"], rel=2e-3)
+    kinds = [size for kind, size in prediction["memory"].items() if kind != "peak"]
+    assert sum(kinds) == pytest.approx(prediction["memory"]["peak"], abs=8)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from shardwright.plan.search import Factor, Problem
+from shardwright.plan.search import CostFactor, Problem
 
 KINDS = 3  # resources: two that take time, and memory
 MEMORY = np.array([0.0, 0.0, 1.0])
@@ -24,9 +24,9 @@ PHASES = [
 
 
 def table(random: np.random.Generator, *sizes: int, forbid: float = 0.0) -> np.ndarray:
-    made = random.integers(0, 20, (*sizes, KINDS)) + np.where(random.random() < 0.5, random.random((*sizes, KINDS)), 0)
-    made[random.random(sizes) < forbid, 0] = np.inf
-    return made
+    costs = random.integers(0, 20, (*sizes, KINDS)) + np.where(random.random() < 0.5, random.random((*sizes, KINDS)), 0)
+    costs[random.random(sizes) < forbid, 0] = np.inf
+    return costs
 
 
 @st.composite
@@ -39,8 +39,8 @@ def problems(draw, most=6, forbid=0.1, phases=None, limited=None) -> Problem:
     for _ in range(int(random.integers(1, 2 * count + 1))):
         arity = min(count, int(random.choice([1, 2, 2, 2, 3, 4])))
         variables = tuple(int(v) for v in random.choice(count, arity, replace=False))
-        made = table(random, *(sizes[v] for v in variables), forbid=forbid * draw(st.booleans()))
-        factors.append(Factor(variables, made))
+        costs = table(random, *(sizes[v] for v in variables), forbid=forbid * draw(st.booleans()))
+        factors.append(CostFactor(variables, costs))
     blocks = tuple(sorted(int(b) for b in random.integers(0, 3, count)))
     chosen = PHASES[draw(st.integers(0, len(PHASES) - 1))] if phases is None else phases
     problem = Problem(sizes, tuple(factors), blocks, chosen, MEMORY)
@@ -71,10 +71,10 @@ def repeat(random, layers, width, states, phases=ONE_FORM, *, hub=False, forbid=
     factors = []
     for layer in range(layers):
         start = first + layer * width
-        for places, made in [*inside, *(joined if layer else [])]:
-            factors.append(Factor(tuple(start + place for place in places), made))
+        for places, costs in [*inside, *(joined if layer else [])]:
+            factors.append(CostFactor(tuple(start + place for place in places), costs))
         if hub:
-            factors.append(Factor((start, 0), shared))
+            factors.append(CostFactor((start, 0), shared))
     sizes = (2,) * first + (states,) * (layers * width)
     blocks = (0,) * first + tuple(layer for layer in range(layers) for _ in range(width))
     return Problem(sizes, tuple(factors), blocks, phases, MEMORY)
@@ -83,7 +83,7 @@ def repeat(random, layers, width, states, phases=ONE_FORM, *, hub=False, forbid=
 def wide_problem(count: int, states: int) -> Problem:
     """A clique: every variable touches every other."""
     random = np.random.default_rng(0)
-    factors = tuple(Factor((i, j), table(random, states, states)) for i in range(count) for j in range(i))
+    factors = tuple(CostFactor((i, j), table(random, states, states)) for i in range(count) for j in range(i))
     return Problem((states,) * count, factors, (0,) * count, ONE_FORM, MEMORY)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.plan.search import Factor, Problem
+from shardwright.plan.search import CostFactor, Problem
 from shardwright.plan.search import elimination as module
 from shardwright.plan.search.elimination import TooWide, eliminate
 from tests.plan.search.drawn import MEMORY, ONE_FORM, everything, layered, problems, repeat, table, wide_problem
@@ -90,7 +90,7 @@ def test_equal_layers_are_done_once(hub):
 
 
 def test_a_variable_without_factors_has_its_first_state():
-    problem = Problem((2, 5), (Factor((0,), table(np.random.default_rng(0), 2)),), (0, 0), ONE_FORM, MEMORY)
+    problem = Problem((2, 5), (CostFactor((0,), table(np.random.default_rng(0), 2)),), (0, 0), ONE_FORM, MEMORY)
 
     assert eliminate(problem).run(WEIGHTS).walk()[1] == 0
 
@@ -103,7 +103,7 @@ def test_tables_that_would_be_too_large_are_refused_before_they_are_made():
 def test_borders_that_are_too_wide_for_products_are_eaten_from_the_ends(monkeypatch):
     problem = repeat(np.random.default_rng(0), 6, 2, 4)
     joined = table(np.random.default_rng(1), 4, 4)
-    crossed = tuple(Factor((v, v + 2), joined) for v in range(10))
+    crossed = tuple(CostFactor((v, v + 2), joined) for v in range(10))
     problem = Problem(problem.sizes, problem.factors + crossed, problem.blocks, ONE_FORM, MEMORY)
     value = eliminate(problem).run(WEIGHTS).value
     monkeypatch.setattr(module, "MOST_CELLS", 4**3)
@@ -129,11 +129,11 @@ def test_an_order_serves_tables_of_other_sizes(states):
     own = eliminate(other).run(WEIGHTS)
     steps = eliminate(first).steps
 
-    found = eliminate(like)
+    elimination = eliminate(like)
 
-    assert len(found.steps) == len(steps)
-    assert found.run(WEIGHTS).value == pytest.approx(own.value)
-    assert like.point(found.run(WEIGHTS).walk()).time == pytest.approx(own.value)
+    assert len(elimination.steps) == len(steps)
+    assert elimination.run(WEIGHTS).value == pytest.approx(own.value)
+    assert like.point(elimination.run(WEIGHTS).walk()).time == pytest.approx(own.value)
 
 
 def test_an_order_that_is_much_worse_is_not_taken(monkeypatch):
@@ -142,6 +142,6 @@ def test_an_order_that_is_much_worse_is_not_taken(monkeypatch):
     monkeypatch.setattr(module, "LITTLE_WORK", 0)
     monkeypatch.setattr(module, "MUCH_MORE", 0)
 
-    found = eliminate(dataclasses.replace(other, like=first))
+    elimination = eliminate(dataclasses.replace(other, like=first))
 
-    assert found.work == eliminate(other).work
+    assert elimination.work == eliminate(other).work

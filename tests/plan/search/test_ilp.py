@@ -17,11 +17,11 @@ from tests.plan.search.drawn import PHASES, at_most, best_time, problems, repeat
 def test_small_problems_are_solved_as_if_everything_was_tried(problem):
     truth = best_time(problem)
 
-    found = solve_ilp(problem)
+    solution = solve_ilp(problem)
 
-    assert found.time == pytest.approx(truth, rel=1e-6, abs=1e-6)
-    assert (found.states is None) == math.isinf(truth)
-    assert found.states is None or problem.fits(found.memory)
+    assert solution.time == pytest.approx(truth, rel=1e-6, abs=1e-6)
+    assert (solution.states is None) == math.isinf(truth)
+    assert solution.states is None or problem.fits(solution.memory)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def test_the_search_finds_the_same_on_twelve_layers(phases, part, hub):
         free = solve(problem)
         problem = at_most(problem, free.least_memory + part * (free.memory - free.least_memory))
 
-    found, other = solve(problem, aim=0.0), solve_ilp(problem)
+    solution, other = solve(problem, aim=0.0), solve_ilp(problem)
 
-    assert found.time == pytest.approx(other.time, rel=1e-6)
-    assert found.exact and other.exact
+    assert solution.time == pytest.approx(other.time, rel=1e-6)
+    assert solution.exact and other.exact
 
 
 def test_the_search_finds_the_same_on_sixty_variables():
@@ -47,6 +47,6 @@ def test_the_search_finds_the_same_on_sixty_variables():
 
 
 def test_told_to_stop_it_says_so():
-    found = solve_ilp(wide_problem(12, 6), stop=lambda: True)
+    solution = solve_ilp(wide_problem(12, 6), stop=lambda: True)
 
-    assert found.stopped and not found.exact
+    assert solution.stopped and not solution.exact

@@ -22,11 +22,11 @@ def test_a_variable_that_all_layers_share_is_no_ones_inside():
 
 
 def taken(borders: Borders, order, tables: int) -> list[int]:
-    found = []
+    eliminated = []
     for number, v in enumerate(order, start=tables):
-        found.append(v)
+        eliminated.append(v)
         borders.eliminate(v, number)
-    return found
+    return eliminated
 
 
 def test_along_a_chain_every_second_goes_in_each_round():

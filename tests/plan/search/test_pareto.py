@@ -13,7 +13,7 @@ from shardwright.plan.search import Problem
 from shardwright.plan.search import pareto as module
 from shardwright.plan.search.dual import Dual
 from shardwright.plan.search.elimination import eliminate
-from shardwright.plan.search.pareto import Fronts, Stopped, TooMany, nondominated, spread
+from shardwright.plan.search.pareto import ParetoSearch, Stopped, TooMany, nondominated, spread
 from tests.plan.search.drawn import PHASES, best_time, everything, layered, repeat
 
 
@@ -45,11 +45,11 @@ def test_thinning_keeps_the_ends_of_every_group():
     assert kept.astype(int).tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]
 
 
-def fronts_of(problem) -> tuple[Dual, Fronts]:
+def fronts_of(problem) -> tuple[Dual, ParetoSearch]:
     dual = Dual(problem, eliminate(problem), limited=math.isfinite(problem.limit))
     for _ in dual.steps():
         pass
-    return dual, Fronts(dual)
+    return dual, ParetoSearch(dual)
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,11 +60,11 @@ def test_the_best_is_found_when_the_gap_reaches_it_and_only_then_is_it_sure(prob
         return
     dual, fronts = fronts_of(problem)
 
-    found = fronts.search(truth - dual.bound, lambda: False)
+    point = fronts.search(truth - dual.bound, lambda: False)
     less = fronts.search((truth - dual.bound) / 2, lambda: False)
 
-    assert found is not None and found.time == pytest.approx(truth)
-    assert problem.fits(found.memory)
+    assert point is not None and point.time == pytest.approx(truth)
+    assert problem.fits(point.memory)
     assert less is None or less.time >= truth - 1e-8
 
 
@@ -75,9 +75,9 @@ def test_equal_parts_that_nothing_joins_are_walked_apart():
     dual, fronts = fronts_of(apart)
     truth = everything(apart)[1].min()
 
-    found = fronts.search(truth - dual.bound, lambda: False)
+    point = fronts.search(truth - dual.bound, lambda: False)
 
-    assert found is not None and found.time == pytest.approx(truth)
+    assert point is not None and point.time == pytest.approx(truth)
 
 
 def test_too_much_is_given_up(monkeypatch):

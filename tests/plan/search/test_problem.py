@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from shardwright.errors import PlanError
-from shardwright.plan.search import Factor, Problem, Solution
+from shardwright.plan.search import CostFactor, Problem, Solution
 
 MEMORY = np.array([0.0, 1.0])
 TIME = ((np.array([1.0, 0.0]),),)
 
 
-def problem_of(*factors: Factor, sizes=(2, 3), blocks=(0, 0), phases=TIME) -> Problem:
+def problem_of(*factors: CostFactor, sizes=(2, 3), blocks=(0, 0), phases=TIME) -> Problem:
     return Problem(sizes, factors, blocks, phases, MEMORY)
 
 
 def test_resources_are_the_sum_of_the_factors():
-    one, both = np.arange(4.0).reshape(2, 2), np.arange(12.0).reshape(3, 2, 2)
-    problem = problem_of(Factor((0,), one), Factor((1, 0), both))
+    single, both = np.arange(4.0).reshape(2, 2), np.arange(12.0).reshape(3, 2, 2)
+    problem = problem_of(CostFactor((0,), single), CostFactor((1, 0), both))
 
     point = problem.point(np.array([1, 2]))
 
@@ -28,14 +28,14 @@ def test_resources_are_the_sum_of_the_factors():
 
 def test_time_is_a_sum_over_phases_of_the_slowest_form():
     phases = ((np.array([1.0, 0.0]), np.array([0.0, 1.0])), (np.array([0.0, 2.0]),))
-    problem = problem_of(Factor((0,), np.ones((2, 2))), phases=phases)
+    problem = problem_of(CostFactor((0,), np.ones((2, 2))), phases=phases)
 
     assert problem.time(np.array([5.0, 3.0])) == max(5, 3) + 2 * 3
 
 
 def test_factors_of_one_table_are_one_group():
     table = np.ones((2, 2))
-    problem = problem_of(Factor((0,), table), Factor((1,), table), Factor((1,), table.copy()), sizes=(2, 2))
+    problem = problem_of(CostFactor((0,), table), CostFactor((1,), table), CostFactor((1,), table.copy()), sizes=(2, 2))
 
     assert [group.rows.tolist() for group in problem.groups] == [[[0], [1]], [[1]]]
 
@@ -43,13 +43,13 @@ def test_factors_of_one_table_are_one_group():
 @pytest.mark.parametrize(
     ("factor", "fault"),
     [
-        (Factor((0,), np.ones((3, 2))), "other sizes"),
-        (Factor((0, 0), np.ones((2, 2, 2))), "twice"),
-        (Factor((2,), np.ones((2, 2))), "beyond the 2"),
-        (Factor((0,), np.ones((2, 3))), "2 resources"),
-        (Factor((), np.ones(2)), "from 1 to 4"),
-        (Factor((0,), np.full((2, 2), np.inf)), "another resource"),
-        (Factor((0,), np.full((2, 2), np.nan)), "nan"),
+        (CostFactor((0,), np.ones((3, 2))), "other sizes"),
+        (CostFactor((0, 0), np.ones((2, 2, 2))), "twice"),
+        (CostFactor((2,), np.ones((2, 2))), "beyond the 2"),
+        (CostFactor((0,), np.ones((2, 3))), "2 resources"),
+        (CostFactor((), np.ones(2)), "from 1 to 4"),
+        (CostFactor((0,), np.full((2, 2), np.inf)), "another resource"),
+        (CostFactor((0,), np.full((2, 2), np.nan)), "nan"),
     ],
 )
 def test_a_factor_that_does_not_fit_is_refused(factor, fault):
@@ -59,7 +59,7 @@ def test_a_factor_that_does_not_fit_is_refused(factor, fault):
 
 def test_a_problem_without_phases_is_refused():
     with pytest.raises(PlanError, match="needs a phase"):
-        problem_of(Factor((0,), np.ones((2, 2))), phases=())
+        problem_of(CostFactor((0,), np.ones((2, 2))), phases=())
 
 
 @pytest.mark.parametrize(("time", "bound", "gap"), [(11.0, 10.0, 0.1), (10.0, 10.0, 0.0), (1.0, 0.0, np.inf)])

@@ -23,8 +23,8 @@ def two_points(problem, data):
 @settings(max_examples=40, deadline=None)
 @given(layered(), st.data())
 def test_every_set_of_switches_adds_up(problem, data):
-    base, other = two_points(problem, data)
-    switches = compare(problem, base, other)
+    base, second = two_points(problem, data)
+    switches = compare(problem, base, second)
     on = np.array([data.draw(st.booleans()) for _ in switches.changes], dtype=bool)
 
     mixed = problem.point(switches.flip(on))
@@ -36,22 +36,22 @@ def test_every_set_of_switches_adds_up(problem, data):
 @settings(max_examples=40, deadline=None)
 @given(layered(), st.data())
 def test_a_mix_fits_and_is_no_slower_than_its_points(problem, data):
-    one, other = two_points(problem, data)
-    fitting = [point.time for point in (one, other) if problem.fits(point.memory)]
+    first, second = two_points(problem, data)
+    fitting = [point.time for point in (first, second) if problem.fits(point.memory)]
 
-    mixed = recombine(problem, one, other, WEIGHTS)
+    mixed = recombine(problem, first, second, WEIGHTS)
 
     if mixed is not None:
         assert problem.fits(mixed.memory)
         assert mixed.time <= min(fitting, default=np.inf) + 1e-9
     elif fitting:
-        assert (one.states == other.states).all()
+        assert (first.states == second.states).all()
 
 
 @settings(max_examples=20, deadline=None)
 @given(layered(), st.data())
 def test_a_blend_goes_from_one_point_to_the_other(problem, data):
-    one, other = two_points(problem, data)
+    first, second = two_points(problem, data)
 
-    assert (blend(problem, one, other, 0.0).states == one.states).all()
-    assert (blend(problem, one, other, 1.0).states == other.states).all()
+    assert (blend(problem, first, second, 0.0).states == first.states).all()
+    assert (blend(problem, first, second, 1.0).states == second.states).all()

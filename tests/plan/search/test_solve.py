@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardwright.errors import PlanError
-from shardwright.plan.search import Factor, Problem, elimination, relax, solve
+from shardwright.plan.search import CostFactor, Problem, elimination, relax, solve
 from tests.plan.search.drawn import (
     MEMORY,
     PHASES,
@@ -30,18 +30,18 @@ def check(problem: Problem) -> None:
     truth = best_time(problem)
     least = everything(problem)[2].min(initial=math.inf)
 
-    found = solve(problem, aim=0.0)
+    solution = solve(problem, aim=0.0)
 
-    assert found.time == pytest.approx(truth, **NEAR)
-    assert found.bound <= truth + 1e-8
-    assert found.exact and not found.stopped
-    assert found.least_memory == pytest.approx(least)
-    if found.states is None:
+    assert solution.time == pytest.approx(truth, **NEAR)
+    assert solution.bound <= truth + 1e-8
+    assert solution.exact and not solution.stopped
+    assert solution.least_memory == pytest.approx(least)
+    if solution.states is None:
         assert truth == math.inf
     else:
-        point = problem.point(np.array(found.states))
-        assert (point.time, point.memory) == pytest.approx((found.time, found.memory))
-        assert problem.fits(found.memory)
+        point = problem.point(np.array(solution.states))
+        assert (point.time, point.memory) == pytest.approx((solution.time, solution.memory))
+        assert problem.fits(solution.memory)
 
 
 @settings(max_examples=200, deadline=None)
@@ -72,29 +72,29 @@ def long_problem(part: float = 0.3) -> Problem:
 
 
 def test_the_gap_is_within_the_aim():
-    found = solve(long_problem(), aim=0.01)
+    solution = solve(long_problem(), aim=0.01)
 
-    assert 0 <= found.gap <= 0.01
-    assert found.bound <= solve(long_problem(), aim=0.0).time
+    assert 0 <= solution.gap <= 0.01
+    assert solution.bound <= solve(long_problem(), aim=0.0).time
 
 
 def test_told_to_stop_it_gives_the_best_so_far_that_fits():
     problem = long_problem()
 
-    found = solve(problem, aim=0.0, stop=lambda: True)
+    solution = solve(problem, aim=0.0, stop=lambda: True)
 
-    assert found.stopped and not found.exact
-    assert found.states is not None and problem.fits(found.memory)
-    assert found.time == pytest.approx(problem.point(np.array(found.states)).time)
-    assert found.bound < found.time
+    assert solution.stopped and not solution.exact
+    assert solution.states is not None and problem.fits(solution.memory)
+    assert solution.time == pytest.approx(problem.point(np.array(solution.states)).time)
+    assert solution.bound < solution.time
 
 
 def test_told_to_stop_in_the_middle_it_still_gives_a_bound():
-    asked = []
-    found = solve(long_problem(), aim=0.0, stop=lambda: asked.append(True) or len(asked) > 8)
+    polls = []
+    solution = solve(long_problem(), aim=0.0, stop=lambda: polls.append(True) or len(polls) > 8)
 
-    assert found.stopped
-    assert 0 < found.bound <= found.time < math.inf
+    assert solution.stopped
+    assert 0 < solution.bound <= solution.time < math.inf
 
 
 def test_it_ends_when_the_bound_exceeds_what_is_known_already():
@@ -102,75 +102,75 @@ def test_it_ends_when_the_bound_exceeds_what_is_known_already():
     full = solve(problem, aim=0.0)
     steps = []
 
-    found = solve(problem, aim=0.0, upper=full.bound * 0.9, progress=lambda time, bound: steps.append(bound))
+    solution = solve(problem, aim=0.0, upper=full.bound * 0.9, progress=lambda time, bound: steps.append(bound))
 
-    assert full.bound * 0.9 < found.bound <= full.bound
-    assert not found.stopped
+    assert full.bound * 0.9 < solution.bound <= full.bound
+    assert not solution.stopped
 
 
 def test_progress_hears_of_better_times_and_better_bounds():
     heard = []
 
-    found = solve(long_problem(), aim=0.0, progress=lambda time, bound: heard.append((time, bound)))
+    solution = solve(long_problem(), aim=0.0, progress=lambda time, bound: heard.append((time, bound)))
 
     times, bounds = zip(*heard, strict=True)
     assert len(heard) > 3
     assert sorted(times, reverse=True) == list(times) and sorted(bounds) == list(bounds)
-    assert times[-1] == found.time
+    assert times[-1] == solution.time
 
 
 def test_nothing_fits_and_the_least_memory_says_what_is_missing():
     problem = repeat(np.random.default_rng(0), 10, 3, 3)
     least = solve(problem).least_memory
 
-    found = solve(at_most(problem, least - 1))
+    solution = solve(at_most(problem, least - 1))
 
-    assert found.states is None and found.exact
-    assert found.least_memory == pytest.approx(least)
+    assert solution.states is None and solution.exact
+    assert solution.least_memory == pytest.approx(least)
 
 
 def test_a_limit_that_only_the_leanest_meets_is_met():
     problem = repeat(np.random.default_rng(1), 10, 3, 3)
     least = solve(problem).least_memory
 
-    found = solve(at_most(problem, least))
+    solution = solve(at_most(problem, least))
 
-    assert found.memory == pytest.approx(least)
+    assert solution.memory == pytest.approx(least)
 
 
 def test_everything_is_forbidden():
     table = np.full((2, 3), [np.inf, 0.0, 0.0])
-    problem = Problem((2,), (Factor((0,), table),), (0,), PHASES[0], MEMORY)
+    problem = Problem((2,), (CostFactor((0,), table),), (0,), PHASES[0], MEMORY)
 
-    found = solve(problem)
+    solution = solve(problem)
 
-    assert found.states is None and found.least_memory == math.inf
+    assert solution.states is None and solution.least_memory == math.inf
 
 
 def test_layers_mix_two_ways_to_be_run():
     """40 layers, each fast and large or slow and lean, joined by nothing: as many as fit are fast."""
     table = np.array([[1.0, 0.0, 10.0], [3.0, 0.0, 2.0]])
-    factors = tuple(Factor((v,), table) for v in range(40))
+    factors = tuple(CostFactor((v,), table) for v in range(40))
     problem = Problem((2,) * 40, factors, tuple(range(40)), PHASES[0], MEMORY, 8.0 * 17 + 2 * 40 + 5)
 
-    found = solve(problem, aim=0.0)
+    solution = solve(problem, aim=0.0)
 
-    assert found.states is not None and found.states.count(0) == 17
-    assert found.exact, "17 are fast whichever they are; the fronts of equal layers are short"
+    assert solution.states is not None and solution.states.count(0) == 17
+    assert solution.exact, "17 are fast whichever they are; the fronts of equal layers are short"
 
 
 def test_a_chain_changes_over_where_mixing_needs_it():
     """60 layers in two ways that are dear to change between: what fits is a run of one and then a run of the other."""
     change = np.array([[[0.0] * 3, [2.0, 0.0, 0.0]], [[2.0, 0.0, 0.0], [0.0] * 3]])
     way = np.array([[1.0, 0.0, 10.0], [3.0, 0.0, 2.0]])
-    factors = [Factor((v,), way) for v in range(60)] + [Factor((v, v + 1), change) for v in range(59)]
+    factors = [CostFactor((v,), way) for v in range(60)] + [CostFactor((v, v + 1), change) for v in range(59)]
     problem = Problem((2,) * 60, tuple(factors), tuple(range(60)), PHASES[0], MEMORY, 8.0 * 25 + 2 * 60)
 
-    found = solve(problem, aim=0.0)
+    solution = solve(problem, aim=0.0)
 
-    assert found.states is not None and found.states.count(0) == 25
-    assert found.time == 25 * 1 + 35 * 3 + 2
-    assert found.exact
+    assert solution.states is not None and solution.states.count(0) == 25
+    assert solution.time == 25 * 1 + 35 * 3 + 2
+    assert solution.exact
 
 
 def test_without_the_integer_programme_a_wide_graph_is_refused_with_the_remedy(monkeypatch):
@@ -185,7 +185,7 @@ def test_a_wide_graph_goes_to_the_integer_programme(monkeypatch):
     truth = best_time(problem)
     monkeypatch.setattr(elimination, "MOST_CELLS", 3**4)
 
-    found = solve(problem, aim=0.0)
+    solution = solve(problem, aim=0.0)
 
-    assert found.time == pytest.approx(truth)
+    assert solution.time == pytest.approx(truth)
     assert relax(problem) <= truth

@@ -5,7 +5,7 @@
     z       = third(y, h, mask)    h skips a part, and goes to two takers
     loss .. = last(z, h, side, target)   the mean over the labels that count
 
-Any neighbouring parts make a segment. Rows are cut into microbatches, and those over the axis dp of the segment's mesh.
+Any neighbouring parts make a segment. Samples are split into microbatches, and those over dp.
 Tied, the last part has the weight of the first. One parameter is never used.
 """
 
@@ -17,15 +17,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwright.layout import FANNED, Axis, Layout, Mesh, make_layout, plain_cut
-from shardwright.runtime import comm
-from shardwright.runtime.gradients import GradientSync
-from shardwright.runtime.holding import Held, coordinates, scatter
-from shardwright.runtime.parameters import join, make_parameter
-from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running, Ties
-from shardwright.runtime.random import Randomness
-from shardwright.runtime.stage import Count, Stage, recompute
-from shardwright.runtime.stages import Stages
+from shardwright.layout import REPLICATE, Axis, Layout, Mesh, contiguous_shard, make_layout
+from shardwright.runtime.algorithms.random import Randomness
+from shardwright.runtime.collectives import comm
+from shardwright.runtime.model.program import Program, PrologueCount, recompute
+from shardwright.runtime.parameters.gradient_sync import GradientSync
+from shardwright.runtime.parameters.pipeline_norms import PipelineNorms
+from shardwright.runtime.parameters.sharded import join_pipeline, make_parameter
+from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, shard_tensor
+from shardwright.runtime.pipeline import (
+    PipelineLoop,
+    PipelineOutput,
+    PipelineSpec,
+    PlacedStage,
+    RunningPipeline,
+    StageCrossing,
+    TiedGradients,
+)
 from shardwright.runtime.world import Groups, Moment
 
 ROWS, WIDTH = 24, 6
@@ -103,7 +111,7 @@ class Single(torch.nn.Module):
         return known["loss"], known["logits"], known["hits"], known["decay"], known["aside"]
 
 
-class Segment(Stage):
+class Segment(Program):
     """Some parts, on the rows of a microbatch and a rank."""
 
     counts = ()
@@ -112,16 +120,16 @@ class Segment(Stage):
         super().__init__(*rest, moment)
         self.parts_run, self.takes, self.gives, self.rows = parts, takes, gives, rows
         self.recomputed = recomputed
-        self.counts = (Count(name="count", over="dp"),) if parts[-1][0] is last else ()
+        self.counts = (PrologueCount(name="count", over="dp"),) if parts[-1][0] is last else ()
         self.mine = rows // self.mb.size
         self.calls = 0
 
     @property
-    def cut(self):
-        return plain_cut(Axis(name="dp", size=self.dp.size), self.mine)
+    def sharding(self):
+        return contiguous_shard(Axis(name="dp", size=self.dp.size), self.mine)
 
     def local(self, x):
-        return comm.take(comm.take_pad(x, 0, self.mb), 0, self.dp, self.cut)
+        return comm.shard(comm.shard(x, 0, self.mb, src=comm.R), 0, self.dp, self.sharding)
 
     def prologue(self, target):
         return ((self.local(target) != -100).sum(),)
@@ -150,17 +158,17 @@ class Segment(Stage):
         return total / self.known.count
 
     def whole(self, x):
-        return comm.gather(x, 0, self.dp, self.cut)
+        return comm.all_gather(x, 0, self.dp, self.sharding)
 
     def added(self, x):
-        return comm.fan_in(x, self.dp)
+        return comm.all_reduce(x, self.dp)
 
     def once(self, x):
         return x
 
     def w1_or(self, w):
         """The parameter's gradient is summed over dp, and this one is whole there."""
-        return comm.gradient_on_first(w, self.dp)
+        return comm.invariant(w, self.dp)
 
 
 # -- segments on meshes --------------------------------------------------------------------
@@ -170,8 +178,8 @@ class Segment(Stage):
 class Built:
     """What a rank has."""
 
-    pipeline: Pipeline
-    running: Running | None
+    pipeline: PipelineSpec
+    running: RunningPipeline | None
     parameters: dict[str, Any]
     sync: GradientSync
 
@@ -181,7 +189,7 @@ def mesh_of(devices):
 
 
 def layout_of(mesh, rows):
-    return make_layout([[plain_cut(mesh.axes[0], rows)] if mesh.size > 1 else [], []])
+    return make_layout([[contiguous_shard(mesh.axes[0], rows)] if mesh.size > 1 else [], []])
 
 
 def parts_of(segments):
@@ -197,17 +205,19 @@ def parts_of(segments):
     return found
 
 
-def crossings_of(cut, meshes, rows, dtype):
-    home = {name: number for number, (_, _, gives) in enumerate(cut) for name in gives}
+def crossings_of(sharding, meshes, rows, dtype):
+    home = {name: number for number, (_, _, gives) in enumerate(sharding) for name in gives}
     found = []
-    for taker, (_, takes, _) in enumerate(cut):
+    for taker, (_, takes, _) in enumerate(sharding):
         for name in takes:
             if name not in INPUTS:
                 shape = (rows,) if name == "mask" else (rows, WIDTH)
                 sides = [meshes[home[name]], meshes[taker]]
-                given, taken = (Layout(cuts=layout_of(mesh, rows).cuts[: len(shape)]) for mesh in sides)
+                source_layout, target_layout = (
+                    Layout(shards=layout_of(mesh, rows).shards[: len(shape)]) for mesh in sides
+                )
                 found.append(
-                    Crossing(
+                    StageCrossing(
                         value=name,
                         giver=home[name],
                         taker=taker,
@@ -215,8 +225,8 @@ def crossings_of(cut, meshes, rows, dtype):
                         dtype=torch.int64 if name == "mask" else dtype,
                         gradient=name != "mask",
                         outputs=frozenset([4]) if name == "side" else None,
-                        given=given,
-                        taken=taken,
+                        source_layout=source_layout,
+                        target_layout=target_layout,
                     )
                 )
     return tuple(found)
@@ -224,7 +234,7 @@ def crossings_of(cut, meshes, rows, dtype):
 
 def leaving_of(last_segment, rows, dtype):
     def out(value, how, shape, gradient=True, kind=dtype):
-        return Leaving(
+        return PipelineOutput(
             value=value, segment=last_segment, how=how, shape=shape, dtype=kind, gradient=gradient, path=value
         )
 
@@ -238,9 +248,9 @@ def leaving_of(last_segment, rows, dtype):
 
 
 def held_of(key, mesh, dtype, tied):
-    sums = {"dp": FANNED} if mesh.size > 1 else {}
+    sums = {"dp": REPLICATE} if mesh.size > 1 else {}
     keys = ("w0", "w3") if tied and key in ("w0", "w3") else (key,)
-    return Held(keys=keys, shape=SHAPES[key], dtype=dtype, layout=make_layout([[]] * len(SHAPES[key]), sums))
+    return ParameterSpec(keys=keys, shape=SHAPES[key], dtype=dtype, layout=make_layout([[]] * len(SHAPES[key]), sums))
 
 
 def build(
@@ -257,25 +267,25 @@ def build(
 ):
     """The pipeline on one rank. All ranks must call it."""
     meshes = [mesh_of(devices) for devices in schedule.holders]
-    cut = parts_of(segments)
+    sharding = parts_of(segments)
     moment, random, full = Moment(schedule.microbatches), Randomness(), values(dtype)
-    seats = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
+    pp_ranks = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
     placed, parameters = [], {}
-    for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, cut, strict=True)):
+    for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, sharding, strict=True)):
         groups = Groups(mesh)
         keys = {key: held_of(key, mesh, dtype, tied) for part in parts for key in part[3]}
-        seats[mesh].update({held.name: held for held in keys.values()})
+        pp_ranks[mesh].update({held.name: held for held in keys.values()})
         stage, own = None, {}
         if rank in mesh.devices:
             rest = (groups, ("dp",), torch.device("cpu"), random)
             stage = Segment(parts, takes, gives, rows, moment, recomputed, *rest)
             for key, held in keys.items():
                 if held.name not in parameters:
-                    local = scatter(full[held.name], held, mesh.sizes, coordinates(groups))
+                    local = shard_tensor(full[held.name], held, mesh.sizes, coordinates(groups))
                     parameters[held.name] = make_parameter(local, held, groups)
                 own[key] = parameters[held.name]
         placed.append(
-            Placed(
+            PlacedStage(
                 number=number,
                 mesh=mesh,
                 takes=tuple(INPUTS.index(name) if name in INPUTS else name for name in takes),
@@ -285,16 +295,16 @@ def build(
                 parameters=own,
             )
         )
-    pipeline = Pipeline(
+    pipeline = PipelineSpec(
         placed=tuple(placed),
-        crossings=crossings_of(cut, meshes, rows // schedule.microbatches, dtype),
+        crossings=crossings_of(sharding, meshes, rows // schedule.microbatches, dtype),
         leaving=leaving_of(len(segments) - 1, rows, dtype),
         schedule=schedule,
         forward=forward,
         moment=moment,
     )
-    held = [(mesh, tuple(found.values())) for mesh, found in seats.items()]
-    join(Stages(held), parameters.values())
-    sync = GradientSync([(p.held, p) for p in parameters.values()], ties=Ties(held))
-    running = Running(pipeline, Loop(sync, backward))
+    held = [(mesh, tuple(found.values())) for mesh, found in pp_ranks.items()]
+    join_pipeline(PipelineNorms(held), parameters.values())
+    sync = GradientSync([(p.spec, p) for p in parameters.values()], ties=TiedGradients(held))
+    running = RunningPipeline(pipeline, PipelineLoop(sync, backward))
     return Built(pipeline, running, parameters, sync)

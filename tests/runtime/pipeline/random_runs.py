@@ -1,7 +1,7 @@
 """Random pipelines of tiny segments under random schedules, each with the answer of one device.
 
-A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks, cut or
-whole. A value that no later segment reads leaves as a sum. Some values have no gradient.
+A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks,
+sharded or replicated. A value that no later segment reads leaves as a sum. Some values have no gradient.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwright.layout import Axis, Mesh, make_layout, plain_cut, whole
-from shardwright.runtime.pipeline import Crossing, Leaving, Pipeline, Placed
-from shardwright.runtime.pipeline.executor import Executor, Run
+from shardwright.layout import Axis, Mesh, contiguous_shard, make_layout, replicated
+from shardwright.runtime.algorithms.random import Randomness
+from shardwright.runtime.model.program import Program
+from shardwright.runtime.pipeline import PipelineOutput, PipelineSpec, PlacedStage, StageCrossing
+from shardwright.runtime.pipeline.executor import PipelineExecutor, ScheduleRun
 from shardwright.runtime.pipeline.script import WHOLE_STEP, write
-from shardwright.runtime.random import Randomness
-from shardwright.runtime.stage import Stage
 from shardwright.runtime.world import Moment
-from shardwright.schedule import Edge, Schedule, Step
+from shardwright.schedule import Schedule, StageEdge, Step
 
 ROWS, WIDTH = 3, 2  # of a microbatch
 
@@ -29,13 +29,13 @@ class Case:
 
     schedule: Schedule
     sources: tuple[tuple[int, ...], ...]  # for each segment those that it reads
-    cut: tuple[bool, ...]  # whether a segment's ranks have different rows
+    sharding: tuple[bool, ...]  # whether a segment's ranks have different rows
     smooth: tuple[bool, ...]  # whether a segment's value has a gradient
 
     @property
     def edges(self):
         return [
-            Edge(source, target, 0.0, 0.0 if self.smooth[source] else None)
+            StageEdge(source, target, 0.0, 0.0 if self.smooth[source] else None)
             for target, found in enumerate(self.sources)
             for source in found
         ]
@@ -58,7 +58,7 @@ def random_case(seed: int) -> Case:
     case = Case(
         schedule=Schedule(devices=((),) * ranks, holders=holders, microbatches=microbatches, name=f"seed {seed}"),
         sources=sources,
-        cut=tuple(chance.random() < 0.5 for _ in sources),
+        sharding=tuple(chance.random() < 0.5 for _ in sources),
         smooth=tuple(chance.random() < 0.8 for _ in sources),
     )
     return replace(case, schedule=replace(case.schedule, devices=random_steps(case, chance)))
@@ -109,12 +109,12 @@ def mutated(case: Case, seed: int) -> Case:
     return replace(case, schedule=replace(case.schedule, devices=tuple(map(tuple, rows))))
 
 
-class Tiny(Stage):
-    def __init__(self, number, sources, sink, cut, place, ranks, weight, moment):
+class Tiny(Program):
+    def __init__(self, number, sources, sink, sharding, place, ranks, weight, moment):
         super().__init__(None, (), torch.device("cpu"), Randomness(), moment)
         self.number, self.sources, self.sink, self.weight = number, sources, sink, weight
         axis = Axis(name="d", size=ranks)
-        self.rows = plain_cut(axis, ROWS).spans(ranks, place) if cut else [(0, ROWS)]
+        self.rows = contiguous_shard(axis, ROWS).spans(ranks, place) if sharding else [(0, ROWS)]
 
     def local(self, x):
         start, length = self.rows[0] if self.rows else (0, 0)
@@ -138,12 +138,12 @@ def batch(case):
 
 
 def layout_of(case, segment, mesh):
-    if not case.cut[segment] or mesh.size == 1:
-        return whole(2)
-    return make_layout([[plain_cut(mesh.axes[0], ROWS)], []])
+    if not case.sharding[segment] or mesh.size == 1:
+        return replicated(2)
+    return make_layout([[contiguous_shard(mesh.axes[0], ROWS)], []])
 
 
-def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor]]:
+def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Tensor]]:
     moment = Moment(case.schedule.microbatches)
     meshes = [Mesh(axes=(Axis(name="d", size=len(held)),), devices=held) for held in case.schedule.holders]
     placed, leaves = [], {}
@@ -153,9 +153,9 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
         if rank in mesh.devices:
             leaves[number] = weights(case)[number].requires_grad_()
             place = mesh.devices.index(rank)
-            stage = Tiny(number, found, sink, case.cut[number], place, mesh.size, leaves[number], moment)
+            stage = Tiny(number, found, sink, case.sharding[number], place, mesh.size, leaves[number], moment)
         placed.append(
-            Placed(
+            PlacedStage(
                 number=number,
                 mesh=mesh,
                 takes=(0, *(f"v{source}" for source in found)),
@@ -164,24 +164,24 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
             )
         )
     crossings = tuple(
-        Crossing(
+        StageCrossing(
             value=f"v{source}",
             giver=source,
             taker=target,
             shape=(ROWS, WIDTH),
             dtype=torch.float64,
             gradient=case.smooth[source],
-            given=layout_of(case, source, meshes[source]),
-            taken=layout_of(case, target, meshes[target]),
+            source_layout=layout_of(case, source, meshes[source]),
+            target_layout=layout_of(case, target, meshes[target]),
         )
         for target, found in enumerate(case.sources)
         for source in found
     )
     leaving = tuple(
-        Leaving(value=f"sum{sink}", segment=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
+        PipelineOutput(value=f"sum{sink}", segment=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
         for sink in case.sinks
     )
-    pipeline = Pipeline(
+    pipeline = PipelineSpec(
         placed=tuple(placed),
         crossings=crossings,
         leaving=leaving,
@@ -195,8 +195,8 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
 def run_rank(case: Case, rank: int, transport, apart=False) -> tuple[dict, dict]:
     """The sums and the weights' gradients that a rank has, by segment; `apart`: all forwards, then all backwards."""
     pipeline, leaves = pipeline_of(case, rank)
-    executor = Executor(pipeline, rank, transport, torch.device("cpu"))
-    run = Run((batch(case),), frozenset(range(len(case.sinks))))
+    executor = PipelineExecutor(pipeline, rank, transport, torch.device("cpu"))
+    run = ScheduleRun((batch(case),), frozenset(range(len(case.sinks))))
     run.seed = lambda out, microbatch: torch.ones((), dtype=torch.float64)
     for kinds in ("PF", "BW") if apart else (WHOLE_STEP,):
         executor.run(write(pipeline, case.schedule, rank, kinds), run)
@@ -221,16 +221,16 @@ def on_one_device(case: Case) -> tuple[dict, dict]:
 
 
 def compare(case: Case, results: list[tuple[dict, dict]]) -> None:
-    """Results of cut segments add up, those of whole ones are the same everywhere."""
+    """Results of sharding segments add up, those of whole ones are the same everywhere."""
     sums, gradients = on_one_device(case)
     for number, held in enumerate(case.schedule.holders):
         found = [results[rank] for rank in held]
         if number in sums:
             mine = [one[0][number] for one in found]
-            total = sum(mine) if case.cut[number] else mine[0]
+            total = sum(mine) if case.sharding[number] else mine[0]
             assert abs(total - sums[number]) < 1e-10, (case, number)
         none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)  # what crosses and leads nowhere has a gradient of zeros
         grads = [none if one[1][number] is None else one[1][number] for one in found]
-        total = sum(grads) if case.cut[number] else grads[0]
+        total = sum(grads) if case.sharding[number] else grads[0]
         wanted = none if gradients[number] is None else gradients[number]
         torch.testing.assert_close(total, wanted, rtol=0, atol=1e-10)

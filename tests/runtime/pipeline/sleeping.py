@@ -5,10 +5,17 @@ import time
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwright.layout import Mesh, whole
-from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running
-from shardwright.runtime.random import Randomness
-from shardwright.runtime.stage import Stage
+from shardwright.layout import Mesh, replicated
+from shardwright.runtime.algorithms.random import Randomness
+from shardwright.runtime.model.program import Program
+from shardwright.runtime.pipeline import (
+    PipelineLoop,
+    PipelineOutput,
+    PipelineSpec,
+    PlacedStage,
+    RunningPipeline,
+    StageCrossing,
+)
 from shardwright.runtime.world import Groups, Moment, here
 from shardwright.schedule import forward_only
 
@@ -34,7 +41,7 @@ class Sleep(torch.autograd.Function):
         return gradient, None
 
 
-class Sleeper(Stage):
+class Sleeper(Program):
     """One segment of a chain. The last gives a loss."""
 
     def __init__(self, times, last, *rest):
@@ -52,7 +59,7 @@ def running(schedule, times):
     count = schedule.segments
     groups = {held: Groups(Mesh(axes=(), devices=held)) for held in sorted(set(schedule.holders))}
     placed = tuple(
-        Placed(
+        PlacedStage(
             number=number,
             mesh=Mesh(axes=(), devices=held),
             takes=(0,) if number == 0 else (f"x{number - 1}",),
@@ -66,15 +73,15 @@ def running(schedule, times):
         for number, held in enumerate(schedule.holders)
     )
     crossings = tuple(
-        Crossing(
+        StageCrossing(
             value=f"x{number}", giver=number, taker=number + 1, shape=(4,), dtype=torch.float32, gradient=True,
-            given=whole(1), taken=whole(1),
+            source_layout=replicated(1), target_layout=replicated(1),
         )
         for number in range(count - 1)
     )  # fmt: skip
-    leaving = Leaving(value="loss", segment=count - 1, how="sum", shape=(), dtype=torch.float32, gradient=True)
-    pipeline = Pipeline(
+    leaving = PipelineOutput(value="loss", segment=count - 1, how="sum", shape=(), dtype=torch.float32, gradient=True)
+    pipeline = PipelineSpec(
         placed=placed, crossings=crossings, leaving=(leaving,), schedule=schedule,
         forward=forward_only(schedule.holders, schedule.microbatches), moment=moment,
     )  # fmt: skip
-    return Running(pipeline, Loop(None, "inside"))
+    return RunningPipeline(pipeline, PipelineLoop(None, "inside"))

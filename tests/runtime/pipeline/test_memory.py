@@ -6,16 +6,23 @@ import weakref
 import pytest
 import torch
 
-from shardwright.layout import Mesh, whole
-from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running
-from shardwright.runtime.random import Randomness
-from shardwright.runtime.stage import Stage
+from shardwright.layout import Mesh, replicated
+from shardwright.runtime.algorithms.random import Randomness
+from shardwright.runtime.model.program import Program
+from shardwright.runtime.pipeline import (
+    PipelineLoop,
+    PipelineOutput,
+    PipelineSpec,
+    PlacedStage,
+    RunningPipeline,
+    StageCrossing,
+)
 from shardwright.runtime.world import Moment
 from shardwright.schedule import forward_only, one_f_one_b
 from tests.runtime.ranks import run_processes
 
 from . import chain
-from .test_loop import ready
+from .test_autograd import ready
 
 
 class Saved:
@@ -32,12 +39,12 @@ class Saved:
         Saved.live -= 1
 
 
-def kept(rank, kind, seats, counts):
+def kept(rank, kind, pp_ranks, counts):
     """The most tensors that autograd kept at a time in a step, for each number of microbatches."""
     found = []
     for microbatches in counts:
         rows = 3 * microbatches
-        built = ready(rank, kind, seats, microbatches, rows=rows)
+        built = ready(rank, kind, pp_ranks, microbatches, rows=rows)
         Saved.live = Saved.peak = 0
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = built.running(chain.batch(rows=rows))[0]
@@ -47,12 +54,12 @@ def kept(rank, kind, seats, counts):
     return found
 
 
-@pytest.mark.parametrize("seats", ["2", "4"])
-def test_1f1b_keeps_as_many_microbatches_as_there_are_stages(seats):
-    results = run_processes(int(seats), kept, "1f1b", seats, (1, 4, 8, 16))
+@pytest.mark.parametrize("pp_ranks", ["2", "4"])
+def test_1f1b_keeps_as_many_microbatches_as_there_are_stages(pp_ranks):
+    results = run_processes(int(pp_ranks), kept, "1f1b", pp_ranks, (1, 4, 8, 16))
     for rank, (one, *many) in enumerate(results):
         assert len(set(many)) == 1
-        assert many[0] == one * (int(seats) - rank)
+        assert many[0] == one * (int(pp_ranks) - rank)
 
 
 def test_gpipe_keeps_all():
@@ -82,14 +89,14 @@ class Memory:
         cls.live -= 1
 
 
-class Wide(Stage):
+class Wide(Program):
     """Makes something large that its own backward does not need."""
 
     def forward(self, x):
         return (Memory.count(x[self.mb.index].expand(WIDE) + self.weight),)
 
 
-class Narrow(Stage):
+class Narrow(Program):
     def forward(self, wide):
         time.sleep(0.005)  # slower than the other
         return (wide[:3].sum() + wide[-3:].sum(),)
@@ -103,18 +110,30 @@ def most_at_once(rank, microbatches, training):
     stages[0].weight = torch.zeros((), dtype=torch.float64, requires_grad=True)
     meshes = [Mesh(axes=(), devices=(number,)) for number in range(2)]
     kind = {"dtype": torch.float64, "gradient": True}
-    pipeline = Pipeline(
+    pipeline = PipelineSpec(
         placed=(
-            Placed(number=0, mesh=meshes[0], takes=(0,), gives=("wide",), stage=stages[0] if rank == 0 else None),
-            Placed(number=1, mesh=meshes[1], takes=("wide",), gives=("y",), stage=stages[1] if rank == 1 else None),
+            PlacedStage(number=0, mesh=meshes[0], takes=(0,), gives=("wide",), stage=stages[0] if rank == 0 else None),
+            PlacedStage(
+                number=1, mesh=meshes[1], takes=("wide",), gives=("y",), stage=stages[1] if rank == 1 else None
+            ),
         ),
-        crossings=(Crossing(value="wide", giver=0, taker=1, shape=(WIDE,), given=whole(1), taken=whole(1), **kind),),
-        leaving=(Leaving(value="y", segment=1, how="sum", shape=(), **kind),),
+        crossings=(
+            StageCrossing(
+                value="wide",
+                giver=0,
+                taker=1,
+                shape=(WIDE,),
+                source_layout=replicated(1),
+                target_layout=replicated(1),
+                **kind,
+            ),
+        ),
+        leaving=(PipelineOutput(value="y", segment=1, how="sum", shape=(), **kind),),
         schedule=one_f_one_b(2, microbatches),
         forward=forward_only(2, microbatches),
         moment=moment,
     )
-    running = Running(pipeline, Loop())
+    running = RunningPipeline(pipeline, PipelineLoop())
     with torch.set_grad_enabled(training):
         y = running((torch.arange(microbatches, dtype=torch.float64),))[0]
     assert y.item() == 6 * sum(range(microbatches))

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.layout import Axis, Block, Mesh, make_cut, make_layout, piece_of, plain_cut
-from shardwright.runtime import blocks
+from shardwright.layout import Axis, Block, Mesh, contiguous_shard, local_region, make_layout, make_shard
+from shardwright.runtime.collectives import blocks
 from shardwright.runtime.pipeline.routes import routes
 
 SHAPE = (12, 18)
@@ -16,7 +16,7 @@ CUTS = {12: [(1, 12, 1), (3, 4, 1), (2, 3, 2)], 18: [(1, 18, 1), (3, 3, 2), (2, 
 
 @st.composite
 def side(draw, ranks=8):
-    """A mesh of 1 to 6 of some ranks, in any order, and a layout on it: cut in blocks, unevenly, twice, or whole."""
+    """A mesh of 1 to 6 of some ranks, in any order, and a layout on it: sharded in blocks, unevenly, twice, or not."""
     sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (2, 2), (3, 2), (2, 3), (1, 3)]))
     axes = tuple(Axis(name=f"a{i}", size=size) for i, size in enumerate(sizes))
     count = 1
@@ -31,22 +31,24 @@ def side(draw, ranks=8):
         if dim is None:
             continue
         if cuts[dim]:
-            if any(not cut.even(dict(zip(mesh.names, sizes, strict=True))[cut.axis]) for cut in cuts[dim]):
-                continue  # nothing is minor to an uneven cut
-            cut = plain_cut(axis, left[dim])
+            if any(
+                not sharding.even(dict(zip(mesh.names, sizes, strict=True))[sharding.axis]) for sharding in cuts[dim]
+            ):
+                continue  # nothing is minor to an uneven sharding
+            sharding = contiguous_shard(axis, left[dim])
         else:
-            cut = make_cut(axis, [Block(*draw(st.sampled_from(CUTS[SHAPE[dim]])))])
-        cuts[dim].append(cut)
-        left[dim] = cut.local(axis.size, 0)
+            sharding = make_shard(axis, [Block(*draw(st.sampled_from(CUTS[SHAPE[dim]])))])
+        cuts[dim].append(sharding)
+        left[dim] = sharding.local(axis.size, 0)
     return mesh, make_layout(cuts)
 
 
 def local(x, layout, mesh, rank):
-    """The piece of a rank, cut by the other implementation."""
+    """The piece of a rank, sharding by the other implementation."""
     at, sizes = mesh.coordinates(rank), mesh.sizes
-    for dim, cuts in enumerate(layout.cuts):
-        for cut in cuts:
-            x = blocks.take(x, dim, cut, sizes[cut.axis], at[cut.axis])
+    for dim, cuts in enumerate(layout.shards):
+        for sharding in cuts:
+            x = blocks.shard(x, dim, sharding, sizes[sharding.axis], at[sharding.axis])
     return x.contiguous()
 
 
@@ -77,7 +79,7 @@ def test_every_element_arrives_once_from_a_holder(one, two):
 @given(side(), side())
 def test_a_rank_takes_from_itself_what_it_has(one, two):
     (giver, held), (taker, wanted) = one, two
-    at = {rank: piece_of(held, SHAPE, giver.sizes, giver.coordinates(rank)) for rank in giver.devices}
+    at = {rank: local_region(held, SHAPE, giver.sizes, giver.coordinates(rank)) for rank in giver.devices}
     for leg in routes(held, giver, wanted, taker, SHAPE):
         if leg.target in at and at[leg.target] == at[leg.source]:
             assert leg.source == leg.target
@@ -93,7 +95,7 @@ def test_copies_share_the_sending(one, two):
             sends[leg.source] += 1
     pieces = {}
     for rank in giver.devices:
-        piece = piece_of(held, SHAPE, giver.sizes, giver.coordinates(rank))
+        piece = local_region(held, SHAPE, giver.sizes, giver.coordinates(rank))
         pieces.setdefault(piece, []).append(rank)
     for ranks in pieces.values():
         loads = [sends[rank] for rank in ranks]
@@ -102,7 +104,7 @@ def test_copies_share_the_sending(one, two):
 
 def test_equal_layouts_pair_ranks_of_the_same_place():
     dp, tp = Axis(name="dp", size=2), Axis(name="tp", size=2)
-    layout = make_layout([[plain_cut(dp, 12)], []])
+    layout = make_layout([[contiguous_shard(dp, 12)], []])
     first, second = (Mesh(axes=(dp, tp), devices=devices) for devices in ((0, 1, 2, 3), (4, 5, 6, 7)))
     legs = routes(layout, first, layout, second, SHAPE)
     assert [(leg.source, leg.target, leg.same) for leg in legs] == [(k, k + 4, True) for k in range(4)]
@@ -113,7 +115,7 @@ def test_equal_layouts_pair_ranks_of_the_same_place():
 def test_one_to_three_and_back():
     one = Mesh(axes=(Axis(name="tp", size=1),), devices=(5,))
     three = Mesh(axes=(Axis(name="tp", size=3),), devices=(0, 1, 2))
-    rows = make_layout([[plain_cut(three.axes[0], 12)], []])
+    rows = make_layout([[contiguous_shard(three.axes[0], 12)], []])
     whole = make_layout([[], []])
     assert [(leg.source, leg.target, leg.elements) for leg in routes(whole, one, rows, three, SHAPE)] == [
         (5, rank, 4 * 18) for rank in range(3)

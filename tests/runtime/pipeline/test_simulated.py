@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.runtime.pipeline.executor import Run
-from shardwright.schedule import Times, interleaved, kind_named, simulate
+from shardwright.runtime.pipeline.executor import ScheduleRun
+from shardwright.schedule import StageTimes, interleaved, schedule_kind, simulate
 from tests.runtime.ranks import run_processes
 
 from .sleeping import running
@@ -19,12 +19,12 @@ KINDS = ("gpipe", "1f1b", "eager", "interleaved", "zb", "zbv")
 
 def times_of(schedule):
     """Stages that are not alike: every third takes half as long again."""
-    return [Times(UNIT * (1.5 if at % 3 == 1 else 1.0), UNIT, UNIT) for at in range(schedule.segments)]
+    return [StageTimes(UNIT * (1.5 if at % 3 == 1 else 1.0), UNIT, UNIT) for at in range(schedule.segments)]
 
 
 def schedules():
-    made = {kind: kind_named(kind).make(RANKS, MICROBATCHES) for kind in KINDS}
-    return {**made, "few": interleaved(RANKS, 3), "fewest": kind_named("1f1b").make(RANKS, 2)}
+    made = {kind: schedule_kind(kind).make(RANKS, MICROBATCHES) for kind in KINDS}
+    return {**made, "few": interleaved(RANKS, 3), "fewest": schedule_kind("1f1b").make(RANKS, 2)}
 
 
 def measure(rank=0):
@@ -37,7 +37,7 @@ def measure(rank=0):
         for _ in range(TRIES):
             dist.barrier()
             begun = time.perf_counter()
-            call = Run([x], frozenset([0]))
+            call = ScheduleRun([x], frozenset([0]))
             call.seed = lambda out, microbatch: torch.ones(())
             model.run(call, "PFBW", call.seeded)
             mine = torch.tensor(time.perf_counter() - begun)

@@ -8,7 +8,7 @@ import torch
 from tests.runtime.ranks import run_processes
 
 from . import chain
-from .test_loop import assert_near, gradients, merged, ready
+from .test_autograd import assert_near, gradients, merged, ready
 
 CASES = {
     2: [("1f1b", "2", "inside"), ("interleaved", "2", "outside"), ("zbv", "2", "inside")],
@@ -19,8 +19,8 @@ CASES = {
 def trained(rank, cases):
     """Three steps of an optimizer with clipping, an accumulation under no_sync, a step whose gradients are kept."""
     found = []
-    for kind, seats, backward in cases:
-        built = ready(rank, kind, seats, 4, backward=backward, tied=True)
+    for kind, pp_ranks, backward in cases:
+        built = ready(rank, kind, pp_ranks, 4, backward=backward, tied=True)
         optimizer = torch.optim.AdamW(built.parameters.values(), lr=0.05)
         totals = []
         for step in range(3):
@@ -60,8 +60,8 @@ def test_a_tied_parameter_trains_as_one(ranks):
 ORDERS = (2.0, 1.0, math.inf)
 
 
-def norms(rank, seats):
-    built = ready(rank, "1f1b", seats, 2, tied=True)
+def norms(rank, pp_ranks):
+    built = ready(rank, "1f1b", pp_ranks, 2, tied=True)
     built.running(chain.batch())[0].backward()
     parameters = [p for p in built.parameters.values() if p.grad is not None]
     grads = [p.grad for p in parameters]
@@ -76,13 +76,13 @@ def norms(rank, seats):
     return found
 
 
-@pytest.mark.parametrize("seats", ["2", "1+2"])
-def test_norms_are_those_of_the_whole_model(seats):
+@pytest.mark.parametrize("pp_ranks", ["2", "1+2"])
+def test_norms_are_those_of_the_whole_model(pp_ranks):
     model = chain.Single(tied=True)
     model(*chain.batch())[0].backward()
     used = [p for p in model.parameters() if p.grad is not None]
     grads = [p.grad for p in used]
     wanted = [torch.nn.utils.get_total_norm(grads, order) for order in ORDERS for _ in range(2)]
     wanted += [wanted[0], torch.nn.utils.get_total_norm(used), torch.tensor(math.nan).double()]
-    for found in run_processes(2 if seats == "2" else 3, norms, seats):
+    for found in run_processes(2 if pp_ranks == "2" else 3, norms, pp_ranks):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0, equal_nan=True)

@@ -1,6 +1,6 @@
 """The joint planner: flat plans and pipelines, searched together."""
 
-from .planner import Outcome, find
-from .predict import beside, note_of, predicted
+from .planner import JointResult, find_plan
+from .predict import note_of, pipeline_summary, predicted
 
-__all__ = ["Outcome", "beside", "find", "note_of", "predicted"]
+__all__ = ["JointResult", "find_plan", "note_of", "pipeline_summary", "predicted"]

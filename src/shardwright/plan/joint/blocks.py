@@ -1,6 +1,6 @@
-"""The line of a graph in blocks: the runs between places where a search over cuts may cut.
+"""The ops of a graph in blocks: the runs between the places at which the search may cut the graph into stages.
 
-A line has more places than anybody wants to look at. Those are left at which least crosses among their neighbours,
+A graph has more places than a search can try. Kept are those at which the fewest bytes cross among their neighbours,
 within about a layer; if there are still too many, the lightest crossing of each of `MOST` equal parts of the work.
 """
 
@@ -12,43 +12,49 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...cost import Training, flops
+from ...cost import TrainingSetup, flops
 from ...errors import PlanError
 from ...ir import Op
+from ..problem_structure import FactorEntry, OpTable, ProblemStructure, StorageTable, Table
 from ..recompute import layers_of
-from ..segments import Line
-from ..skeleton import Entry, HomeTable, OpTable, Skeleton, Table
+from ..stages import OpSequence
 
 MOST = 256
 FEW = 48
-"""Up to so many places all are looked at."""
+"""Up to this many places, all are tried."""
 
 Ints = NDArray[np.intp]
 
 
 class Blocks:
-    """The bounds that cuts may be at, and which block everything is in.
+    """The bounds at which stages may be cut, and the block of every op.
 
-    places      on the line: cuts[0] = 0 < ... < the end of the line
-    crossing    bytes of a whole batch that cross each bound: of what has rows, and of what every microbatch sends again
+    places      on the op sequence: places[0] = 0 < ... < its end
+    crossing    bytes of the global batch that cross each bound: of values with a batch dim, and of values without one,
+                which every microbatch sends again
     """
 
     def __init__(
-        self, line: Line, training: Training, *, pivots: Sequence[Op] = (), uncut: Iterable[Sequence[Op]] = ()
+        self,
+        line: OpSequence,
+        training: TrainingSetup,
+        *,
+        pivots: Sequence[Op] = (),
+        uncut: Iterable[Sequence[Op]] = (),
     ) -> None:
-        """`pivots`: ops before which there is a bound. `uncut`: ops between which there is none."""
+        """`pivots`: ops before which there must be a bound. `uncut`: groups of ops with no bound inside."""
         self.line, self.training = line, training
-        self.graph, self.facts = line.graph, line.facts
-        self.weights = np.array([flops(self.facts.signatures[op.name]) for op in line.ops])
-        whole = [self._span(ops) for ops in uncut]
-        asked = {self._place(op): op for op in pivots}
-        allowed = [at for at in line.places if not any(first < at <= last for first, last in whole)]
-        self.places: tuple[int, ...] = (0, *sorted({*self._picked(allowed), *asked} - {0}), len(line.ops))
-        self.pivots = tuple(self.places.index(at) for at in asked if at > 0)
+        self.graph, self.analysis = line.graph, line.analysis
+        self.weights = np.array([flops(self.analysis.signatures[op.name]) for op in line.ops])
+        uncut_spans = [self._span(ops) for ops in uncut]
+        pivot_at = {self._place(op): op for op in pivots}
+        allowed = [at for at in line.places if not any(first < at <= last for first, last in uncut_spans)]
+        self.places: tuple[int, ...] = (0, *sorted({*self._picked(allowed), *pivot_at} - {0}), len(line.ops))
+        self.pivots = tuple(self.places.index(at) for at in pivot_at if at > 0)
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return len(self.places) - 1
 
     def _span(self, ops: Sequence[Op]) -> tuple[int, int]:
@@ -57,12 +63,12 @@ class Blocks:
         return (min(places), max(places)) if places else (0, 0)
 
     def _place(self, pivot: Op) -> int:
-        """The place before a module, by the first op of it that is on the line."""
+        """The place before a module: that of its first op in the sequence."""
         after = self.graph.ops[self.graph.ops.index(pivot) :]
         at = next((self.line.place[op.name] for op in after if op.name in self.line.place), 0)
         ops = self.line.ops
         if at and ops[at].region is not None and ops[at].region == ops[at - 1].region:
-            raise PlanError(f"a stage can't begin before {pivot}: it is inside of a checkpointed region")
+            raise PlanError(f"a stage can't begin before {pivot}: it is inside a checkpointed region")
         return at
 
     def _picked(self, allowed: Sequence[int]) -> list[int]:
@@ -72,17 +78,17 @@ class Blocks:
         load /= load[-1] or 1.0
         crossing = self.line.crossing
         near = 0.5 / max(len(layers_of(self.graph)), 16)
-        where = np.array([load[at] for at in allowed])
-        bytes = np.array([crossing[at] for at in allowed], dtype=float)
-        found = []
+        loads = np.array([load[at] for at in allowed])
+        crossing_bytes = np.array([crossing[at] for at in allowed], dtype=float)
+        local_minima = []
         for index, at in enumerate(allowed):
-            first, last = np.searchsorted(where, (where[index] - near, where[index] + near))
-            if bytes[index] <= bytes[first : max(last, index + 1)].min():
-                found.append(at)
-        if len(found) <= MOST:
-            return found
+            first, last = np.searchsorted(loads, (loads[index] - near, loads[index] + near))
+            if crossing_bytes[index] <= crossing_bytes[first : max(last, index + 1)].min():
+                local_minima.append(at)
+        if len(local_minima) <= MOST:
+            return local_minima
         parts: dict[int, int] = {}
-        for at in found:
+        for at in local_minima:
             part = min(int(load[at] * MOST), MOST - 1)
             if part not in parts or crossing[at] < crossing[parts[part]]:
                 parts[part] = at
@@ -90,49 +96,49 @@ class Blocks:
 
     @cached_property
     def block_of(self) -> dict[str, int]:
-        """The block of every op; those off the line are in that of their first reader."""
-        found: dict[str, int] = {}
+        """The block of every op; ops outside of the sequence are in the block of their first reader."""
+        blocks: dict[str, int] = {}
         for number in range(self.count):
             for op in self.line.ops[self.places[number] : self.places[number + 1]]:
-                found[op.name] = number
+                blocks[op.name] = number
         for op in reversed(self.graph.ops):
-            if op.name not in found:
-                readers = [found[user.name] for name in op.outputs for user, _ in self.graph.users[name]]
-                found[op.name] = min(readers, default=self.count - 1)
-        return found
+            if op.name not in blocks:
+                readers = [blocks[user.name] for name in op.outputs for user, _ in self.graph.users[name]]
+                blocks[op.name] = min(readers, default=self.count - 1)
+        return blocks
 
     @cached_property
     def crossing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that cross each bound, for a whole batch: those of rows, and those that have none."""
-        line, facts = self.line, self.facts
-        rows, rest = np.zeros(len(line.ops) + 1), np.zeros(len(line.ops) + 1)
+        """Bytes that cross each bound, for the global batch: of values with a batch dim, and of values without one."""
+        line, analysis = self.line, self.analysis
+        batched, unbatched = np.zeros(len(line.ops) + 1), np.zeros(len(line.ops) + 1)
         for name, last in line.last_use.items():
             value = self.graph.values[name]
-            batch = any(atom in facts.batch for dim in facts.dims[name] for atom in facts.atoms.expand(dim))
-            held = rows if batch else rest
-            held[line.made[name] + 1] += value.elements * self.training.item(value)
-            held[last + 1] -= value.elements * self.training.item(value)
+            batch = any(atom in analysis.batch for dim in analysis.dims[name] for atom in analysis.atoms.expand(dim))
+            crossing = batched if batch else unbatched
+            crossing[line.producer_at[name] + 1] += value.elements * self.training.item(value)
+            crossing[last + 1] -= value.elements * self.training.item(value)
         at = list(self.places)
-        return np.maximum(np.cumsum(rows)[at], 0.0), np.maximum(np.cumsum(rest)[at], 0.0)
+        return np.maximum(np.cumsum(batched)[at], 0.0), np.maximum(np.cumsum(unbatched)[at], 0.0)
 
 
-class Where:
-    """In which block each entry of a skeleton is. Entries are sorted by blocks.
+class BlockOfEntries:
+    """The block of each entry of a problem structure. Entries are sorted by block.
 
-    tables    the number of each entry's table
-    rows      its variables: [entry, 4], the last one again where there are fewer
-    firsts    where the entries of each block begin
-    shared    parameters that several blocks use: the entry, and the blocks
+    tables       the number of each entry's table
+    variables    of each entry: [entry, most variables], padded with 0; `counts` says how many are real
+    firsts       where the entries of each block begin
+    shared       parameters that several blocks use: the entry, and the blocks
     """
 
-    def __init__(self, skeleton: Skeleton, blocks: Blocks) -> None:
+    def __init__(self, skeleton: ProblemStructure, blocks: Blocks) -> None:
         self.skeleton, self.blocks = skeleton, blocks
         kinds = list(skeleton.tables)
         values = {parameter.key: parameter.value for parameter in skeleton.graph.parameters}
         places: list[int] = []
         shared: list[tuple[int, tuple[int, ...]]] = []
         for number, entry in enumerate(skeleton.entries):
-            if isinstance(kinds[entry.table], HomeTable):
+            if isinstance(kinds[entry.table], StorageTable):
                 used = self._users(values[entry.name])
                 places.append(used[0])
                 if len(used) > 1:
@@ -147,45 +153,45 @@ class Where:
         self.counts = np.array([len(entry.variables) for entry in entries], dtype=np.intp)
         most = int(self.counts.max())
         padded = [(*entry.variables, *[0] * (most - len(entry.variables))) for entry in entries]
-        self.rows: Ints = np.array(padded, dtype=np.intp)
+        self.variables: Ints = np.array(padded, dtype=np.intp)
         back = {int(at): index for index, at in enumerate(order)}
         self.shared = [(back[number], used) for number, used in shared]
         self.places: Ints = sorted_places
         self.block: Ints = self._blocks_of_variables()
 
     def _blocks_of_variables(self) -> Ints:
-        """The block of each op and of each hub; -1 for parameters and layers, which may be in several."""
+        """The block of each op and each hub; -1 for parameters and layers, which may be in several blocks."""
         skeleton = self.skeleton
-        found = np.full(len(skeleton.variables), -1, dtype=np.intp)
+        blocks = np.full(len(skeleton.variables), -1, dtype=np.intp)
         for name, variable in skeleton.ops.items():
-            found[variable] = self.blocks.block_of[name]
+            blocks[variable] = self.blocks.block_of[name]
         for value, variable in skeleton.hubs.items():
-            found[variable] = self.blocks.block_of[skeleton.graph.producer[value].name]
-        return found
+            blocks[variable] = self.blocks.block_of[skeleton.graph.producer[value].name]
+        return blocks
 
     def entries(self, begin: int, end: int) -> Ints:
-        """The entries of a run of blocks, with the parameters that other blocks use too."""
+        """The entries of a run of blocks, including parameters shared with other blocks."""
         inside = np.flatnonzero((self.places >= begin) & (self.places < end))
         more = [at for at, used in self.shared if used[0] < begin and any(begin <= block < end for block in used)]
         return np.concatenate([inside, np.array(more, dtype=np.intp)]).astype(np.intp)
 
     def outside(self, begin: int, end: int) -> np.ndarray:
-        """Which variables a run of blocks can't choose: those of other blocks, and of what it hands on to them."""
-        found = (self.block >= 0) & ((self.block < begin) | (self.block >= end))
+        """Which variables a run of blocks can't choose: those of other blocks, and of values it passes to them."""
+        fixed = (self.block >= 0) & ((self.block < begin) | (self.block >= end))
         others = np.flatnonzero((self.places < begin) | (self.places >= end))
-        real = np.arange(self.rows.shape[1])[None, :] < self.counts[others][:, None]
-        touched = np.unique(self.rows[others][real])
-        found[touched[self.block[touched] >= 0]] = True
-        for name in self.skeleton.together:  # one variable for ops of several blocks
-            found[self.skeleton.ops[name]] = True
-        return found
+        real = np.arange(self.variables.shape[1])[None, :] < self.counts[others][:, None]
+        touched = np.unique(self.variables[others][real])
+        fixed[touched[self.block[touched] >= 0]] = True
+        for name in self.skeleton.together:  # one variable stands for ops of several blocks
+            fixed[self.skeleton.ops[name]] = True
+        return fixed
 
     def _users(self, value: str) -> list[int]:
         graph, block_of = self.skeleton.graph, self.blocks.block_of
         return sorted({block_of[user.name] for user, _ in graph.users[value] if user.name in self.skeleton.ops})
 
-    def _block(self, table: Table, entry: Entry) -> int:
-        """What is made for a reader is in the reader's block, what is made for several in the maker's."""
+    def _block(self, table: Table, entry: FactorEntry) -> int:
+        """A reshard for one reader is in the reader's block, one for several readers in the producer's."""
         block_of, graph = self.blocks.block_of, self.skeleton.graph
         if isinstance(table, OpTable):
             return block_of[entry.name]

@@ -1,12 +1,12 @@
-"""How long a pipeline takes at least, before anything of it is made, and again when some of it is.
+"""Lower bounds on the step time of a pipeline, before any of it is solved and after some of it is.
 
-All seats of one kind share a `Load`: what a step takes there if every block is on one seat, for each price that memory
-may have. In t seconds and r bytes a seat can do no more than a part
+All pipeline ranks of one kind share a `RankLoad`: the cost of a step if one rank ran every block, at several prices
+of memory. In t seconds and r bytes a rank can do at most the fraction
 
-    w(t) = min over prices p of (t + p r) / (least of seconds + p bytes)        Load.part
-    step >= the least t for which the parts of all seats come to 1              together
+    w(t) = min over prices p of (t + p r) / (least of seconds + p bytes)        RankLoad.part
+    step >= the least t for which the fractions of all ranks sum to 1           least_seconds
 
-From a schedule comes what a microbatch waits for at its start and its end: a part of the other stages' time.
+A schedule adds what a microbatch waits for while the pipeline fills and drains: a fraction of the other stages' time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ Floats = NDArray[np.float64]
 SCHEDULES = {
     "1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6
 }  # fmt: skip
-"""The schedules that are looked at, and how much of the other stages' time a microbatch waits for, at best."""
+"""The schedules tried, and the fraction of the other stages' time that a microbatch waits for, at best."""
 
 HALVINGS = 40
-"""Of the interval in which the time of seats of several kinds is looked for."""
+"""Bisection steps for the time of pipeline ranks of several kinds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """What all blocks take on one seat: for some prices of memory, the first 0, the least of seconds + price * bytes.
+class LeastCosts:
+    """The cost of all blocks on one pipeline rank: at some prices of memory (the first is 0), the least of
+    seconds + price * bytes.
 
-    bytes    that they need in any case
+    bytes    needed in any case
     """
 
     prices: Floats
@@ -42,43 +43,43 @@ class Priced:
     bytes: float = 0.0
 
 
-class Load(NamedTuple):
-    """What all blocks take on one of `seats` that are alike.
+class RankLoad(NamedTuple):
+    """The cost of all blocks on one of `pp_ranks` identical pipeline ranks.
 
-    whole     for each price the least of seconds + price * bytes
-    relief    price * the bytes that a seat has
-    most      the part that a seat has the memory for at all
+    least     for each price the least of seconds + price * bytes
+    relief    price * the bytes that a rank has
+    most      the largest fraction of the blocks that fits a rank's memory at all
     """
 
-    seats: int
-    whole: Floats
+    pp_ranks: int
+    least: Floats
     relief: Floats
     most: float
 
     def part(self, seconds: float) -> float:
-        """The part of all blocks that one seat can do in so many seconds, at most."""
-        return min(self.most, float(((seconds + self.relief) / self.whole).min()))
+        """The largest fraction of all blocks that one rank can do in so many seconds."""
+        return min(self.most, float(((seconds + self.relief) / self.least).min()))
 
 
-def load_of(seats: int, priced: Priced, room: float) -> Load:
-    """A load from what is least at some prices; `room`: bytes of a seat."""
-    most = math.inf if priced.bytes <= 0 else room / priced.bytes
-    if math.isinf(room):  # then only a price of nothing, which is the first, says something
-        return Load(seats, priced.least[:1], np.zeros(1), most)
-    return Load(seats, priced.least, priced.prices * room, most)
+def load_of(pp_ranks: int, priced: LeastCosts, memory_limit: float) -> RankLoad:
+    """A load from the least costs at some prices; `memory_limit`: bytes of a pipeline rank."""
+    most = math.inf if priced.bytes <= 0 else memory_limit / priced.bytes
+    if math.isinf(memory_limit):  # with unlimited memory only the first price, 0, bounds anything
+        return RankLoad(pp_ranks, priced.least[:1], np.zeros(1), most)
+    return RankLoad(pp_ranks, priced.least, priced.prices * memory_limit, most)
 
 
-def together(loads: Sequence[Load]) -> float:
-    """Seconds in which seats do all that there is between them, at least; infinity if it does not fit."""
-    if sum(load.seats * load.most for load in loads) < 1.0:
+def least_seconds(loads: Sequence[RankLoad]) -> float:
+    """The least seconds in which all ranks together do all blocks; infinity if they don't fit."""
+    if sum(load.pp_ranks * load.most for load in loads) < 1.0:
         return math.inf
     if len(loads) == 1:
         (load,) = loads
-        return float((load.whole / load.seats - load.relief).max())
-    low, high = 0.0, max(float(load.whole.max()) for load in loads)
+        return float((load.least / load.pp_ranks - load.relief).max())
+    low, high = 0.0, max(float(load.least.max()) for load in loads)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if sum(load.seats * load.part(middle) for load in loads) < 1.0:
+        if sum(load.pp_ranks * load.part(middle) for load in loads) < 1.0:
             low = middle
         else:
             high = middle
@@ -86,27 +87,28 @@ def together(loads: Sequence[Load]) -> float:
 
 
 def fill_of(schedule: str) -> float:
-    """How much of the other stages' time a microbatch waits for, at best."""
+    """The fraction of the other stages' time that a microbatch waits for, at best."""
+
     return SCHEDULES.get(schedule, 1.0)
 
 
 def bound_of(alone: Sequence[float], microbatches: int, schedule: str, after: Sequence[float] = ()) -> float:
-    """Seconds of a step at least, from those that a microbatch takes on each seat alone, whatever the memory.
+    """A lower bound on the step time, from the seconds of a microbatch if each rank ran all blocks, ignoring memory.
 
-    All seats are busy with their shares; and a part of one microbatch passes from seat to seat while others wait.
-    `after`: what comes on top once a step, for each seat as if it had all of it.
+    All ranks are busy with their shares, and part of one microbatch passes from rank to rank while others wait.
+    `after`: what is added once a step, for each rank as if it had all of it.
     """
     if math.inf in alone:
         return math.inf
-    whole = [microbatches * each + more for each, more in zip(alone, after or [0.0] * len(alone), strict=True)]
-    return _shared(whole) + waiting(alone, fill_of(schedule))
+    totals = [microbatches * each + more for each, more in zip(alone, after or [0.0] * len(alone), strict=True)]
+    return _shared(totals) + idle_seconds(alone, fill_of(schedule))
 
 
-def waiting(alone: Sequence[float], fill: float) -> float:
-    """Seconds that a seat has nothing to do, at least, from those that a microbatch takes on each seat alone."""
+def idle_seconds(alone: Sequence[float], fill: float) -> float:
+    """The least seconds that a rank is idle, from the seconds of a microbatch if each rank ran all blocks."""
     return fill * (min(alone) - _shared(alone))
 
 
 def _shared(alone: Sequence[float]) -> float:
-    """Seconds that seats take together for what each would take alone; none where there is nothing to do."""
+    """Seconds that ranks take together for what each would take alone; 0 if there is nothing to do."""
     return 1.0 / sum(1.0 / each for each in alone) if all(alone) else 0.0

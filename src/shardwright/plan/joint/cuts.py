@@ -1,12 +1,11 @@
-"""Where to cut a line into stages, so that a pipeline takes the least.
+"""Where to cut a graph into stages, so that the pipeline is fastest.
 
-    stages      stage s, from bound i to bound i + 1 + w, takes stages[s][i, w] for a microbatch (infinity: never)
-    entering    what comes on top where stage s begins at bound i, entering[s][i]: values that cross to it
-    time        rounds * (the slowest stage) + fill * (the sum of all stages and of what enters)      Cutting.seconds
+stages      stage s, from bound i to bound i + 1 + w, takes stages[s][i, w] for a microbatch (infinity: never)
+entering    what is added where stage s begins at bound i, entering[s][i]: values that cross to it
+time        rounds * (the slowest stage) + fill * (the sum of all stages and of what enters)      StageCuts.seconds
 
-For a cap on the slowest stage the least sum is a walk from the end of the line (`_least_sum`). The lowest cap that
-allows anything comes first (`_lowest_cap`); higher ones are worth a look while they save more of the sum than they
-cost.
+For a cap on the slowest stage, dynamic programming from the end gives the least sum (`_least_sum`). The lowest
+feasible cap comes first (`_lowest_cap`); higher ones are tried while they save more of the sum than they cost.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MOST_CAPS = 24
-"""Caps on the slowest stage that are looked at; where there are more, they are picked evenly."""
+"""Caps on the slowest stage that are tried; if there are more, they are sampled evenly."""
 
 
-class Cutting(NamedTuple):
-    """Bounds of the stages, the first 0 and the last the end of the line, and what they come to."""
+class StageCuts(NamedTuple):
+    """Bounds of the stages (the first 0, the last the number of blocks), and what they cost."""
 
     bounds: tuple[int, ...]
     slowest: float
@@ -33,8 +32,10 @@ class Cutting(NamedTuple):
     seconds: float
 
 
-def cut_line(stages: Sequence[Floats], entering: Sequence[Floats], rounds: float, fill: float = 1.0) -> Cutting | None:
-    """The best cutting, or None if there is none."""
+def cut_into_stages(
+    stages: Sequence[Floats], entering: Sequence[Floats], rounds: float, fill: float = 1.0
+) -> StageCuts | None:
+    """The best cuts, or None if there are none."""
     ends = _ends(stages[0])
     low = _lowest_cap(stages, ends)
     if math.isinf(low):
@@ -44,18 +45,18 @@ def cut_line(stages: Sequence[Floats], entering: Sequence[Floats], rounds: float
     if best.slowest > low and rounds:
         first = _score(stages, _least_sum(stages, ends, entering, low), entering, rounds, fill)
         gain = fill * max(0.0, first.total - best.total) / rounds
-        best = min(best, first, key=lambda held: held.seconds)
+        best = min(best, first, key=lambda cuts: cuts.seconds)
         for cap in _caps(stages, low, low + gain):
-            found = _score(stages, _least_sum(stages, ends, entering, cap), entering, rounds, fill)
-            best = min(best, found, key=lambda held: held.seconds)
+            cuts = _score(stages, _least_sum(stages, ends, entering, cap), entering, rounds, fill)
+            best = min(best, cuts, key=lambda cuts: cuts.seconds)
     return best
 
 
 def _ends(stage: Floats) -> NDArray[np.intp]:
-    """For each cell of a stage its last bound; what would be beyond the line is one further."""
+    """For each cell of a stage its last bound; a stage past the last block ends one further."""
     starts, widths = stage.shape
-    found: NDArray[np.intp] = np.minimum(np.arange(starts)[:, None] + 1 + np.arange(widths)[None, :], starts + 1)
-    return found
+    ends: NDArray[np.intp] = np.minimum(np.arange(starts)[:, None] + 1 + np.arange(widths)[None, :], starts + 1)
+    return ends
 
 
 def _lowest_cap(stages: Sequence[Floats], ends: NDArray[np.intp]) -> float:
@@ -66,20 +67,20 @@ def _lowest_cap(stages: Sequence[Floats], ends: NDArray[np.intp]) -> float:
 
 
 def _at_the_end(starts: int) -> Floats:
-    found = np.full(starts + 2, np.inf)
-    found[starts] = 0.0
-    return found
+    least = np.full(starts + 2, np.inf)
+    least[starts] = 0.0
+    return least
 
 
 def _padded(values: Floats) -> Floats:
-    """For the end of the line, where no stage begins, and for beyond."""
+    """Infinity for the end of the last block, where no stage begins, and for beyond."""
     return np.append(values, (np.inf, np.inf))
 
 
 def _least_sum(
     stages: Sequence[Floats], ends: NDArray[np.intp], entering: Sequence[Floats], cap: float
 ) -> tuple[int, ...]:
-    """The bounds with the least sum, no stage slower than the cap."""
+    """The bounds with the least sum, with no stage slower than the cap."""
     after = _at_the_end(len(stages[0]))
     picks: list[NDArray[np.intp]] = []
     for number in range(len(stages) - 1, -1, -1):
@@ -96,11 +97,11 @@ def _least_sum(
 
 def _score(
     stages: Sequence[Floats], bounds: tuple[int, ...], entering: Sequence[Floats], rounds: float, fill: float
-) -> Cutting:
+) -> StageCuts:
     pairs = zip(stages, bounds, bounds[1:], strict=False)
     each = [float(stage[begin, end - begin - 1]) for stage, begin, end in pairs]
     total = sum(each) + float(sum(more[begin] for more, begin in zip(entering[1:], bounds[1:-1], strict=True)))
-    return Cutting(bounds, max(each), total, rounds * max(each) + fill * total)
+    return StageCuts(bounds, max(each), total, rounds * max(each) + fill * total)
 
 
 def _caps(stages: Sequence[Floats], low: float, high: float) -> list[float]:
@@ -108,5 +109,5 @@ def _caps(stages: Sequence[Floats], low: float, high: float) -> list[float]:
     values = np.unique(np.concatenate([stage[(stage > low) & (stage <= high)] for stage in distinct]))
     if len(values) > MOST_CAPS:
         values = values[np.linspace(0, len(values) - 1, MOST_CAPS).astype(int)]
-    found: list[float] = values.tolist()
-    return found
+    caps: list[float] = values.tolist()
+    return caps

@@ -1,9 +1,10 @@
-"""What the blocks of a line use on one kind of seat, at one number of microbatches: a few ways to split and store them.
+"""What the blocks of a graph cost on one kind of pipeline rank, at one number of microbatches: a Pareto front of time
+and memory.
 
-A way is a solution of the search for all ops at once, at some price of memory: the fastest one, the leanest one, and
-those between which the price of memory decides. Of each it is known what every block uses, so that a stage, a run of
-blocks, is a difference of two sums. Ways of different blocks can be mixed; what that loses at the seams is found when
-the stages of a pipeline are solved by themselves (`refine`).
+Each point is a solution for all ops at once, at some price of memory: the fastest, the leanest, and some in between.
+The cost of every block is known for each, so the cost of a stage, which is a run of blocks, is a difference of two
+sums. Solutions of different blocks can be mixed; what that loses at the seams is found when the stages of a pipeline
+are solved by themselves (`refine`).
 """
 
 from __future__ import annotations
@@ -16,57 +17,59 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...cost import call_of, is_product
+from ...cost import is_matmul, local_call
 from ...cost.resources import COUNT, Resource, memory, phases, row
+from ..problem_structure import OpTable
 from ..search.elimination import Elimination
-from ..skeleton import OpTable
 from ..tables import Tables
-from .blocks import Blocks, Where
-from .bounds import Priced
-from .parameters import Parameters
+from .blocks import BlockOfEntries, Blocks
+from .bounds import LeastCosts
+from .parameters import ParameterBounds
 from .solver import Solver
 from .timed import NEVER
 
 WEIGHT, QUEUED = COUNT, COUNT + 1
-"""Columns beside the resources: seconds of weights' gradients in backward, and bytes that wait for them."""
+"""Columns after the resources: seconds of weight gradients in backward, and bytes saved until they are computed."""
 
 COLUMNS = COUNT + 2
 
 BUSY = ("compute_forward", "compute_backward", "send_forward", "send_backward")
-"""What ops and conversions take; of these parameters take little, and nobody else takes the rest."""
+"""What ops and reshards use. Parameters use little of these, and only parameters use the others."""
 
 BETWEEN = 4
-"""Steps from one price of memory at which something was solved to the next; bounds are asked at all of them."""
+"""Prices per interval between two solved prices of memory; bounds are evaluated at all of them."""
 
 DEPTH = 2
-"""How often the gap between two ways is halved."""
+"""How often the gap between two solutions is halved."""
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """One solution for all blocks. `runs` holds the sums of all blocks before each bound: [bound, column]."""
+class StageSolution:
+    """One solution for all blocks. `runs`: the sums over all blocks before each bound, [bound, column]."""
 
     states: np.ndarray
     tables: Tables
     runs: np.ndarray
-    shared: tuple[tuple[tuple[int, ...], np.ndarray], ...]  # parameters of several blocks: which, and what one uses
+    shared: tuple[
+        tuple[tuple[int, ...], np.ndarray], ...
+    ]  # parameters of several blocks: the blocks, and the cost of one copy
 
     @cached_property
     def total(self) -> np.ndarray:
-        found: np.ndarray = self.runs[-1]
-        return found
+        total: np.ndarray = self.runs[-1]
+        return total
 
     def between(self, begin: int, end: int) -> np.ndarray:
-        """What a run of blocks uses."""
-        found: np.ndarray = self.runs[end] - self.runs[begin]
-        for used, cost in self.shared:
-            if used[0] < begin and any(begin <= block < end for block in used):
-                found = found + cost
-        return found
+        """What a run of blocks uses, with a copy of each parameter shared with earlier blocks."""
+        used: np.ndarray = self.runs[end] - self.runs[begin]
+        for blocks, cost in self.shared:
+            if blocks[0] < begin and any(begin <= block < end for block in blocks):
+                used = used + cost
+        return used
 
     @cached_property
     def picked(self) -> tuple[int, ...]:
-        """The states as the tables take them."""
+        """The states in the form that the tables take."""
         return tuple(self.states.tolist())
 
     def table(self, width: int) -> np.ndarray:
@@ -74,174 +77,189 @@ class Way:
         count = len(self.runs) - 1
         first = np.arange(count)[:, None]
         last = np.minimum(first + 1 + np.arange(width)[None, :], count)
-        found: np.ndarray = self.runs[last] - self.runs[first]
-        for used, cost in self.shared:
-            held = np.zeros(count + 1)
-            held[np.array(used) + 1] = 1.0
-            inside = np.cumsum(held)
-            again = (inside[last] > inside[first]) & (first > used[0])
-            found[again] += cost
-        return found
+        used: np.ndarray = self.runs[last] - self.runs[first]
+        for blocks, cost in self.shared:
+            starts = np.zeros(count + 1)
+            starts[np.array(blocks) + 1] = 1.0
+            inside = np.cumsum(starts)
+            repeated = (inside[last] > inside[first]) & (first > blocks[0])
+            used[repeated] += cost
+        return used
 
 
-class Front:
-    """The ways of one kind of seat at one number of microbatches."""
+class StageFront:
+    """The solutions of one kind of pipeline rank at one number of microbatches."""
 
     def __init__(
-        self, plain: Tables, again: Callable[[], Tables | None], where: dict[bool, Where], solver: Solver, times: int
+        self,
+        plain: Tables,
+        recomputing: Callable[[], Tables | None],
+        where: dict[bool, BlockOfEntries],
+        solver: Solver,
+        microbatches: int,
     ) -> None:
-        """`again` makes the tables with layers that may be recomputed, when they are wanted."""
-        self.plain, self._make_again, self.where, self.solver, self.microbatches = plain, again, where, solver, times
+        """`recomputing` builds the tables with activation checkpointing, on first use."""
+        self.plain, self._make_recomputing, self.where, self.solver, self.microbatches = (
+            plain,
+            recomputing,
+            where,
+            solver,
+            microbatches,
+        )
         self.overlap = plain.moves.cluster.overlap
-        self.time = np.sum([forms[0] for forms in phases(self.overlap, times)], axis=0)
+        self.time = np.sum([forms[0] for forms in phases(self.overlap, microbatches)], axis=0)
         self._busy = self.time * sum(row(**{name: 1.0}) for name in BUSY)
-        self._ways: dict[float, list[Way]] = {}
+        self._solutions: dict[float, list[StageSolution]] = {}
         self._extra: dict[int, np.ndarray] = {}
         self._eliminations: dict[int, Elimination | None] = {}
         self._cells: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @cached_property
-    def again(self) -> Tables | None:
-        return self._make_again()
+    def recomputing(self) -> Tables | None:
+        return self._make_recomputing()
 
     @cached_property
-    def fastest(self) -> Way | None:
-        """Whatever the memory; None if it can't be done at all."""
-        found = self._solve(self.plain, self.time)
-        return found if found is not None and self._time(found) < NEVER / 2 else None
+    def fastest(self) -> StageSolution | None:
+        """Ignoring memory; None if there is no solution at all."""
+        solution = self._solve(self.plain, self.time)
+        return solution if solution is not None and self._time(solution) < NEVER / 2 else None
 
-    def _time(self, way: Way) -> float:
-        return float(self.time @ way.total[:COUNT])
+    def _time(self, solution: StageSolution) -> float:
+        return float(self.time @ solution.total[:COUNT])
 
     @cached_property
     def least(self) -> float:
-        """Seconds of a microbatch in all blocks, at least, of ops and conversions alone."""
+        """A lower bound on the seconds of a microbatch in all blocks, of ops and reshards alone."""
         if self.fastest is None:
             return math.inf
         return float(self._busy @ self.fastest.total[:COUNT]) / self.microbatches - self._added
 
-    def ways(self, flight: float) -> list[Way]:
-        """The ways worth having if `flight` microbatches are kept at once, the fastest first."""
+    def solutions(self, flight: float) -> list[StageSolution]:
+        """The solutions on the front if `flight` microbatches are in flight, the fastest first."""
         if self.fastest is None:
             return []
-        if flight not in self._ways:
+        if flight not in self._solutions:
             weights = memory() + (flight - 1.0) * row(kept=1.0)
-            tables = self.again or self.plain
+            tables = self.recomputing or self.plain
             lean = self._solve(tables, weights + 1e-9 * self.time)
-            found = (
+            candidates = (
                 [self.fastest] if lean is None else [self.fastest, *self._between(self.fastest, lean, weights), lean]
             )
-            self._ways[flight] = _undominated(found, self.time, weights)
-        return self._ways[flight]
+            self._solutions[flight] = _undominated(candidates, self.time, weights)
+        return self._solutions[flight]
 
-    def tight(self, times: float, flight: float, room: float) -> Priced:
-        """About what a step takes at least if all blocks are on one seat, at some prices of memory.
+    def tight(self, times: float, flight: float, room: float) -> LeastCosts:
+        """Roughly the least cost of a step if all blocks are on one pipeline rank, at some prices of memory.
 
-        `times`: microbatches, with those that are waited for; `flight`: those that are kept at once. Where the fastest
-        way has room enough it is all that there is.
+        `times`: microbatches, including those waited for; `flight`: microbatches in flight. If the fastest solution
+        fits, it is the only point.
         """
         assert self.fastest is not None
         weights = memory() + (flight - 1.0) * row(kept=1.0)
 
-        def point(way: Way) -> tuple[float, float]:
-            used = way.total[:COUNT]
+        def point(solution: StageSolution) -> tuple[float, float]:
+            used = solution.total[:COUNT]
             once = float(used[Resource.UPDATE])
             return (float(self.time @ used) - once) * times / self.microbatches + once, float(weights @ used)
 
         first = point(self.fastest)
         if first[1] <= room:
-            return Priced(np.zeros(1), np.array(first[:1]))
-        points = [point(way) for way in self.ways(flight)]
-        found = [(0.0, first[0])]
+            return LeastCosts(np.zeros(1), np.array(first[:1]))
+        points = [point(solution) for solution in self.solutions(flight)]
+        costs = [(0.0, first[0])]
         for (fast, more), (slow, less) in pairwise(points):
             if slow > fast and less < more:
                 price = (slow - fast) / (more - less)
-                found.append((price, slow + price * less))
-        prices, least = np.array(found).T
-        return Priced(prices, least, points[-1][1])
+                costs.append((price, slow + price * less))
+        prices, least = np.array(costs).T
+        return LeastCosts(prices, least, points[-1][1])
 
     @cached_property
-    def floor(self) -> Priced | None:
-        """What a microbatch takes at least in ops and conversions, at some prices of what it keeps.
+    def floor(self) -> LeastCosts | None:
+        """The least cost of a microbatch in ops and reshards, at some prices of the bytes it saves for backward.
 
-        Unlike what is made of `ways` it is a bound: nothing is less at its price, whatever is recomputed. None if the
-        graph is too wide to be solved with layers that may be.
+        Unlike `tight` it is a true bound: nothing costs less at its price, whatever is recomputed. None if the graph is
+        too wide to be solved with activation checkpointing.
         """
-        busy, kept, tables = self._busy / self.microbatches, row(kept=1.0), self.again or self.plain
+        busy, saved, tables = self._busy / self.microbatches, row(kept=1.0), self.recomputing or self.plain
         prices: dict[float, float] = {}
 
-        def point(way: Way) -> tuple[float, float]:
-            return float(busy @ way.total[:COUNT]), float(way.total[Resource.KEPT])
+        def point(solution: StageSolution) -> tuple[float, float]:
+            return float(busy @ solution.total[:COUNT]), float(solution.total[Resource.KEPT])
 
         def solved(price: float) -> tuple[float, float]:
-            way = self._solve(tables, busy + price * kept)
-            assert way is not None, "what can be done at one price can be done at all"
-            found = point(way)
-            prices[price] = found[0] + price * found[1]
-            return found
+            solution = self._solve(tables, busy + price * saved)
+            assert solution is not None, "what is feasible at one price is feasible at all"
+            cost = point(solution)
+            prices[price] = cost[0] + price * cost[1]
+            return cost
 
         def between(fast: tuple[float, float], lean: tuple[float, float], depth: int) -> None:
             if depth > 0 and fast[1] > lean[1] * (1 + 1e-6) and fast[0] < lean[0]:
                 price = (lean[0] - fast[0]) / (fast[1] - lean[1])
-                found = solved(price)
-                between(fast, found, depth - 1)
-                between(found, lean, depth - 1)
+                cost = solved(price)
+                between(fast, cost, depth - 1)
+                between(cost, lean, depth - 1)
 
-        leanest = self._solve(tables, kept + 1e-12 * busy)
+        leanest = self._solve(tables, saved + 1e-12 * busy)
         if leanest is None:
             return None
         between(solved(0.0), point(leanest), DEPTH)
         every = np.array(sorted(prices.items()))
         more = np.interp(np.arange(0, len(every), 1 / BETWEEN), np.arange(len(every)), every[:, 0])
-        least = np.interp(more, every[:, 0], every[:, 1])  # the least bends down, so that between two it is more
-        return Priced(more, least - self._added, point(leanest)[1])
+        least = np.interp(
+            more, every[:, 0], every[:, 1]
+        )  # the least cost is concave in the price: interpolation is a lower bound
+        return LeastCosts(more, least - self._added, point(leanest)[1])
 
     @cached_property
     def _added(self) -> float:
-        """Seconds that parameters add to the kernels of a microbatch, at most."""
-        held = Parameters(self.plain.skeleton, self.plain.homes, self.overlap)
-        return held.most(self._busy) / self.microbatches
+        """The most seconds that parameters add to the kernels of a microbatch."""
+        parameters = ParameterBounds(self.plain.skeleton, self.plain.storage_options, self.overlap)
+        return parameters.most(self._busy) / self.microbatches
 
-    def _between(self, fast: Way, lean: Way, weights: np.ndarray, depth: int = DEPTH) -> list[Way]:
-        """Ways on the lower hull of time and memory, by halving."""
+    def _between(
+        self, fast: StageSolution, lean: StageSolution, weights: np.ndarray, depth: int = DEPTH
+    ) -> list[StageSolution]:
+        """Solutions on the lower hull of time and memory, by bisection."""
         more = self._time(lean) - self._time(fast)
         less = float(weights @ (fast.total - lean.total)[:COUNT])
         if depth == 0 or less <= 0 or more <= 0:
             return []
         price = more / less
-        found = self._solve(self.again or self.plain, self.time + price * weights)
-        if found is None:
+        middle = self._solve(self.recomputing or self.plain, self.time + price * weights)
+        if middle is None:
             return []
         worth = self.time + price * weights
-        if float(worth @ found.total[:COUNT]) > (1 - 1e-4) * float(worth @ fast.total[:COUNT]):
+        if float(worth @ middle.total[:COUNT]) > (1 - 1e-4) * float(worth @ fast.total[:COUNT]):
             return []
         return [
-            *self._between(fast, found, weights, depth - 1), found, *self._between(found, lean, weights, depth - 1)
+            *self._between(fast, middle, weights, depth - 1), middle, *self._between(middle, lean, weights, depth - 1)
         ]  # fmt: skip
 
-    def _solve(self, tables: Tables, weights: np.ndarray) -> Way | None:
+    def _solve(self, tables: Tables, weights: np.ndarray) -> StageSolution | None:
         if max(tables.sizes) == 1:  # one device, and nothing to choose
-            return self._way(tables, np.zeros(len(tables.sizes), dtype=np.intp))
+            return self._solution(tables, np.zeros(len(tables.sizes), dtype=np.intp))
         if id(tables) not in self._eliminations:
             self._eliminations[id(tables)] = self.solver.elimination(tables)
         elimination = self._eliminations[id(tables)]
         run = elimination.run(weights) if elimination is not None else None
-        return self._way(tables, run.walk()) if run is not None and math.isfinite(run.value) else None
+        return self._solution(tables, run.walk()) if run is not None and math.isfinite(run.value) else None
 
-    def _way(self, tables: Tables, states: np.ndarray) -> Way:
+    def _solution(self, tables: Tables, states: np.ndarray) -> StageSolution:
         where = self.where[bool(tables.skeleton.layers)]
         cells, offsets, strides = self._stacked(tables)
-        at = offsets[where.tables] + (states[where.rows] * strides[where.tables]).sum(axis=1)
+        at = offsets[where.tables] + (states[where.variables] * strides[where.tables]).sum(axis=1)
         used = cells[at]
         total = np.zeros((where.blocks.count, COLUMNS))
         total[where.filled] = np.add.reduceat(used, where.firsts, axis=0)
         runs = np.concatenate([np.zeros((1, COLUMNS)), np.cumsum(total, axis=0)])
-        return Way(states, tables, runs, tuple((blocks, used[entry]) for entry, blocks in where.shared))
+        return StageSolution(states, tables, runs, tuple((blocks, used[entry]) for entry, blocks in where.shared))
 
     def _stacked(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The cells of all tables one after the other, where each table begins, and the strides of its variables."""
         if id(tables) not in self._cells:
-            kinds, width = list(tables.skeleton.tables), self.where[bool(tables.skeleton.layers)].rows.shape[1]
+            kinds, width = list(tables.skeleton.tables), self.where[bool(tables.skeleton.layers)].variables.shape[1]
             counts = [math.prod(array.shape[:-1]) for array in tables.arrays]
             offsets = np.cumsum([0, *counts])
             cells, strides = np.zeros((offsets[-1], COLUMNS)), np.zeros((len(counts), width), dtype=np.intp)
@@ -249,8 +267,8 @@ class Front:
                 part, size = cells[offsets[at] : offsets[at + 1]], 1
                 part[:, :COUNT] = array.reshape(-1, COUNT)
                 if isinstance(kind, OpTable):
-                    held = self._weights(tables, kind.kind)
-                    part[:, COUNT:] = held if array.ndim == 2 else held.repeat(array.shape[1], axis=0)
+                    weights = self._weights(tables, kind.kind)
+                    part[:, COUNT:] = weights if array.ndim == 2 else weights.repeat(array.shape[1], axis=0)
                 for variable in reversed(range(array.ndim - 1)):
                     strides[at, variable] = size
                     size *= array.shape[variable]
@@ -258,43 +276,45 @@ class Front:
         return self._cells[id(tables)]
 
     def _weights(self, tables: Tables, kind: int) -> np.ndarray:
-        """[state, (seconds, bytes)]: backward's part for weights of a product, and what it needs for that."""
+        """[state, (seconds, bytes)]: the weight-gradient part of a matmul's backward, and the bytes it needs."""
         if kind not in self._extra:
             self._extra[kind] = weights_of(tables, kind)
         return self._extra[kind]
 
 
 def weights_of(tables: Tables, kind: int) -> np.ndarray:
-    """For each state of a kind of op the seconds of its weights' gradients, and the bytes that wait for them."""
+    """For each state of a kind of op the seconds of its weight gradients, and the bytes saved until then."""
     spaces = tables.spaces
     op, space = spaces.kinds.first[kind], spaces.of(kind)
-    signature = spaces.facts.signatures[op.name]
-    found = np.zeros((space.size, 2))
+    signature = spaces.analysis.signatures[op.name]
+    weights = np.zeros((space.size, 2))
     values, graph = tables.graph.values, tables.graph
     trained = [graph.parameter_of(name) is not None and values[name].gradient for name in op.inputs]
-    given = [values[name].gradient for name in op.inputs]
-    if not is_product(signature) or not any(trained) or not spaces.backward:
-        return found
-    share = sum(trained) / max(sum(given), 1)
+    differentiable = [values[name].gradient for name in op.inputs]
+    if not is_matmul(signature) or not any(trained) or not spaces.backward:
+        return weights
+    share = sum(trained) / max(sum(differentiable), 1)
     for state, choice in enumerate(space.choices):
-        call = call_of(signature, choice, spaces.mesh, spaces.training)
-        others = sum(held.bytes for held, own in zip(call.inputs, trained, strict=True) if not own)
-        found[state] = (
-            share * space.used[state, Resource.COMPUTE_BACKWARD], others + sum(held.bytes for held in call.outputs)
+        call = local_call(signature, choice, spaces.mesh, spaces.training)
+        others = sum(tensor.bytes for tensor, own in zip(call.inputs, trained, strict=True) if not own)
+        weights[state] = (
+            share * space.used[state, Resource.COMPUTE_BACKWARD], others + sum(tensor.bytes for tensor in call.outputs)
         )  # fmt: skip
-    return found
+    return weights
 
 
-def _undominated(ways: Sequence[Way], time: np.ndarray, weights: np.ndarray) -> list[Way]:
-    ordered = sorted(ways, key=lambda way: (float(time @ way.total[:COUNT]), float(weights @ way.total[:COUNT])))
-    found: list[Way] = []
+def _undominated(solutions: Sequence[StageSolution], time: np.ndarray, weights: np.ndarray) -> list[StageSolution]:
+    ordered = sorted(
+        solutions, key=lambda solution: (float(time @ solution.total[:COUNT]), float(weights @ solution.total[:COUNT]))
+    )
+    front: list[StageSolution] = []
     least = math.inf
-    for way in ordered:
-        held = float(weights @ way.total[:COUNT])
-        if held < least * (1 - 1e-6):
-            found.append(way)
-            least = held
-    return found
+    for solution in ordered:
+        bytes = float(weights @ solution.total[:COUNT])
+        if bytes < least * (1 - 1e-6):
+            front.append(solution)
+            least = bytes
+    return front
 
 
-__all__ = ["COLUMNS", "QUEUED", "WEIGHT", "Blocks", "Front", "Way"]
+__all__ = ["COLUMNS", "QUEUED", "WEIGHT", "Blocks", "StageFront", "StageSolution"]

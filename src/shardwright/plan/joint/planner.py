@@ -1,8 +1,8 @@
 """A plan for a graph, flat or as a pipeline, whichever is faster.
 
-A flat plan is looked for first (`plan.auto`); pipelines have to be faster than it, or it does not fit. The best of
-them are solved stage by stage (`refine`), and a walk through them says whether they fit; what it finds beyond the
-sums is reserved, and they are solved again.
+A flat plan is searched first (`plan.auto`); a pipeline has to be faster, or the flat plan must not fit. The best
+pipelines are solved stage by stage (`refine`), and a memory simulation says whether they fit; what it finds beyond
+the sums is reserved, and they are solved again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...cluster import Cluster
-from ...cost import Memory, Training
+from ...cost import MemoryPeak, TrainingSetup
 from ...rules import Analysis
-from ..auto import Found, NothingFits, Progress, Wishes
+from ..auto import NothingFits, Progress, SearchOptions, SearchResult
 from ..auto import search as search_flat
-from ..frame import Frame
+from ..context import SearchContext
 from ..limits import bind
 from ..plan import Plan
-from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
-from .made import Made
-from .refine import Refiner, Solved
-from .search import Piped, Search
-from .seats import Seat
-from .setup import Setup
-from .trial import Trial, flights
+from .ranks import RankDevices
+from .refine import Refiner, SolvedStage
+from .request import axes_of, check_pipeline_request, needs_pipeline, nothing_found, pipeline_request
+from .search import PipelineSearch, PipelineSearchResult
+from .setup import PipelineSetup
+from .solved import SolvedPipeline
+from .trial import PipelineTrial, flights
 
 ATTEMPTS = 4
-"""How often a pipeline is solved until it fits: what comes and goes is known only when there is one."""
+"""How often a pipeline is solved until it fits: its transient memory is known only once it is solved."""
 
 LEFT_OUT = (
     "the search: in a pipeline the outer axis of a stage splits the batch and nothing else, and the inner one lies "
@@ -38,181 +38,192 @@ LEFT_OUT = (
 )
 
 MOST_SOLVED = 4
-"""Trials that are solved, the most promising first."""
+"""The most trials that are solved, the most promising first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """A pipeline that was solved and walked through."""
+class PipelineResult:
+    """A pipeline that was solved and whose memory was simulated."""
 
-    made: Made
-    memory: tuple[Memory, ...]  # of each seat
-    piped: Piped
-    rooms: tuple[float, ...]  # bytes that a device of each seat may use
+    solved: SolvedPipeline
+    memory: tuple[MemoryPeak, ...]  # of each pipeline rank
+    piped: PipelineSearchResult
+    rooms: tuple[float, ...]  # the memory limit of a device of each pipeline rank
 
-    def room(self, seat: int) -> float:
-        return self.rooms[seat]
+    def room(self, pp_rank: int) -> float:
+        return self.rooms[pp_rank]
 
     @property
-    def trial(self) -> Trial:
-        return self.made.trial
+    def trial(self) -> PipelineTrial:
+        return self.solved.trial
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JointResult:
     """The plan, and what both searches found."""
 
     plan: Plan
-    flat: Found | None
-    pipeline: Pipeline | None
-    piped: Piped | None
+    flat: SearchResult | None
+    pipeline: PipelineResult | None
+    piped: PipelineSearchResult | None
 
 
-class Planner:
+class JointPlanner:
     """Solves the trials of a search over pipelines."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.search = setup, Search(setup)
+    def __init__(self, setup: PipelineSetup) -> None:
+        self.setup, self.search = setup, PipelineSearch(setup)
         self.refiner = Refiner(self.search.fronts.where, setup.stop)
 
-    def run(self) -> Pipeline | None:
+    def run(self) -> PipelineResult | None:
         piped = self.search.run()
         self.piped = piped
         trials = [] if piped.best is None else [piped.best, *piped.others]
-        best: Pipeline | None = None
+        best: PipelineResult | None = None
         for number, trial in enumerate(trials):
             upper = min(self.setup.upper, math.inf if best is None else best.trial.seconds)
             if (number >= MOST_SOLVED and best is not None) or trial.seconds >= upper * (1.0 - self.setup.slack):
                 break
             if best is not None and self.setup.stop():
                 break
-            found = self.solved(trial, piped)
-            if found is not None and found.trial.seconds < upper:
-                best = found
+            result = self.solved(trial, piped)
+            if result is not None and result.trial.seconds < upper:
+                best = result
             self.setup.progress(f"solved {trial}", math.inf if best is None else best.trial.seconds)
         return best
 
-    def solved(self, trial: Trial, piped: Piped) -> Pipeline | None:
-        """A trial solved so that a walk through it fits; None if that was not found."""
+    def solved(self, trial: PipelineTrial, piped: PipelineSearchResult) -> PipelineResult | None:
+        """A trial solved such that its simulated memory fits; None if no such solution was found."""
         refiner = self.refiner
-        over = [self.search.reserve] * len(trial.seats)
+        over = [self.search.reserve] * len(trial.pp_ranks)
         for _ in range(ATTEMPTS):
             stages = self._stages(trial, refiner, over)
             if stages is None:
                 return None
             again = self.search.timed_trial(
-                trial.seats, trial.microbatches, trial.schedule, [held.stage for held in stages], trial.mixes,
+                trial.pp_ranks, trial.microbatches, trial.schedule, [solved.stage for solved in stages], trial.mixes,
                 trial.bounds,
             )  # fmt: skip
-            made = Made(
+            pipeline = SolvedPipeline(
                 trial=again,
                 solved=tuple(stages),
                 line=self.search.line,
                 places=self.search.blocks.places,
                 local=self.setup.local,
             )
-            memory = made.memory(self.setup.cluster, self.setup.training)
-            more = [held.peak - self.setup.room(seat) for held, seat in zip(memory, trial.seats, strict=True)]
+            memory = pipeline.memory(self.setup.cluster, self.setup.training)
+            more = [peak.peak - self.setup.room(pp_rank) for peak, pp_rank in zip(memory, trial.pp_ranks, strict=True)]
             if max(more) <= 0:
-                rooms = tuple(self.setup.room(seat) for seat in trial.seats)
-                return Pipeline(made=made, memory=memory, piped=piped, rooms=rooms)
+                rooms = tuple(self.setup.room(pp_rank) for pp_rank in trial.pp_ranks)
+                return PipelineResult(solved=pipeline, memory=memory, piped=piped, rooms=rooms)
             over = [
-                max(old, held.peak - again.memory(seat)) * 1.01 if more[seat] > 0 else old
-                for seat, (old, held) in enumerate(zip(over, memory, strict=True))
+                max(old, peak.peak - again.memory(pp_rank)) * 1.01 if more[pp_rank] > 0 else old
+                for pp_rank, (old, peak) in enumerate(zip(over, memory, strict=True))
             ]
         return None
 
-    def _stages(self, trial: Trial, refiner: Refiner, over: Sequence[float]) -> list[Solved] | None:
-        found = []
-        flight = flights(trial.schedule, len(trial.seats), trial.microbatches)
-        for part, seat in enumerate(trial.holders):
-            own = trial.of_seat(seat)
-            share = round(trial.parts[part].memory(flight[seat] / len(own)) / max(trial.memory(seat), 1.0), 2)
-            room = (self.setup.room(trial.seats[seat]) - over[seat]) * (share if len(own) > 1 else 1.0)
-            front = self.search.fronts.of(trial.seats[seat], trial.microbatches)
+    def _stages(self, trial: PipelineTrial, refiner: Refiner, over: Sequence[float]) -> list[SolvedStage] | None:
+        stages = []
+        flight = flights(trial.schedule, len(trial.pp_ranks), trial.microbatches)
+        for part, pp_rank in enumerate(trial.holders):
+            own = trial.stages_of(pp_rank)
+            share = round(trial.parts[part].memory(flight[pp_rank] / len(own)) / max(trial.memory(pp_rank), 1.0), 2)
+            room = (self.setup.room(trial.pp_ranks[pp_rank]) - over[pp_rank]) * (share if len(own) > 1 else 1.0)
+            front = self.search.fronts.of(trial.pp_ranks[pp_rank], trial.microbatches)
             assert front is not None
             begin, end = trial.bounds[part], trial.bounds[part + 1]
-            solved = refiner.solve(front, begin, end, flight[seat] / len(own), room)
+            solved = refiner.solve(front, begin, end, flight[pp_rank] / len(own), room)
             if solved is None:
                 return None
-            found.append(solved)
-        return found
+            stages.append(solved)
+        return stages
 
 
-def find(
-    facts: Analysis,
+def find_plan(
+    analysis: Analysis,
     cluster: Cluster,
-    training: Training,
-    wishes: Wishes,
+    training: TrainingSetup,
+    options: SearchOptions,
     *,
     size: int | None = None,
     progress: Progress | None = None,
-) -> Outcome:
+) -> JointResult:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
-    began, told = time.monotonic(), progress or (lambda what, best: None)
-    limits = bind(wishes.constraints, facts)
-    asked = asked_of(limits, wishes)
-    only = needs_pipeline(asked, limits)
-    frame = Frame(facts, cluster, training, limits, recompute=wishes.recompute)
-    flat: Found | None = None
+    began, report = time.monotonic(), progress or (lambda what, best: None)
+    limits = bind(options.constraints, analysis)
+    request = pipeline_request(limits, options)
+    only = needs_pipeline(request, limits)
+    context = SearchContext(analysis, cluster, training, limits, recompute=options.recompute)
+    flat: SearchResult | None = None
     fault: NothingFits | None = None
     try:
-        flat = None if only else search_flat(facts, cluster, training, wishes, size=size, progress=progress, like=frame)
+        flat = (
+            None
+            if only
+            else search_flat(analysis, cluster, training, options, size=size, progress=progress, like=context)
+        )
     except NothingFits as error:
         fault = error
-    trained = facts.graph.entry.startswith("train")
-    flat_only = asked.stages == 1 or wishes.data_only or not wishes.pipelines or not facts.live
+    trained = analysis.graph.entry.startswith("train")
+    flat_only = request.stages == 1 or options.data_only or not options.pipelines or not analysis.live
     if not trained or (flat_only and not only):
         return _flat(flat, None, fault, None)
 
     def late() -> bool:
-        said = wishes.stop is not None and wishes.stop()
-        return said or time.monotonic() - began > wishes.seconds
+        stopped = options.stop is not None and options.stop()
+        return stopped or time.monotonic() - began > options.seconds
 
     upper = math.inf if flat is None else flat.best.time
-    setup = Setup(
-        facts=facts,
+    setup = PipelineSetup(
+        analysis=analysis,
         cluster=cluster,
         training=training,
         limits=limits,
         size=size or cluster.size,
-        room=_room(cluster, training, wishes, limits.memory),
-        recompute=wishes.recompute,
-        local=wishes.local,
+        room=_room(cluster, training, options, limits.memory),
+        recompute=options.recompute,
+        local=options.local,
         names=axes_of(limits),
-        asked=asked,
-        frame=frame,
-        slack=wishes.slack,
+        request=request,
+        context=context,
+        slack=options.slack,
         upper=upper,
         stop=late,
-        progress=lambda what, best: told(what, min(best, upper)),
+        progress=lambda what, best: report(what, min(best, upper)),
     )
-    planner = Planner(setup)
-    check_asked(planner.search)
-    found = planner.run()
-    if found is None:
+    planner = JointPlanner(setup)
+    check_pipeline_request(planner.search)
+    result = planner.run()
+    if result is None:
         return _flat(flat, planner.piped, fault, planner.search)
-    notes = [f"keeps to {item.said}" for item in wishes.constraints.items]
-    plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
-    return Outcome(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
+    notes = [f"keeps to {item.source}" for item in options.constraints.items]
+    plan = result.solved.plan(cluster, [*notes, *LEFT_OUT])
+    return JointResult(plan=plan, flat=flat, pipeline=result, piped=planner.piped)
 
 
-def _flat(flat: Found | None, piped: Piped | None, fault: NothingFits | None, search: Search | None) -> Outcome:
-    """The flat plan, as there is no pipeline; or why there is none either."""
+def _flat(
+    flat: SearchResult | None,
+    piped: PipelineSearchResult | None,
+    fault: NothingFits | None,
+    search: PipelineSearch | None,
+) -> JointResult:
+    """The flat plan, as there is no pipeline; else the error that says why there is none either."""
     if flat is not None:
-        return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
+        return JointResult(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
     if fault is not None:
         raise fault
     assert search is not None
     raise nothing_found(search)
 
 
-def _room(cluster: Cluster, training: Training, wishes: Wishes, memory: float) -> Callable[[Seat], float]:
-    def room(seat: Seat) -> float:
-        device = min(cluster.device(rank).memory for rank in (seat.devices[0], seat.devices[-1]))
-        return min(memory, training.room(device) if wishes.memory is None else wishes.memory)
+def _room(
+    cluster: Cluster, training: TrainingSetup, options: SearchOptions, memory: float
+) -> Callable[[RankDevices], float]:
+    def room(pp_rank: RankDevices) -> float:
+        device = min(cluster.device(rank).memory for rank in (pp_rank.devices[0], pp_rank.devices[-1]))
+        return min(memory, training.room(device) if options.memory is None else options.memory)
 
     return room
 
 
-__all__ = ["Outcome", "Pipeline", "find"]
+__all__ = ["JointResult", "PipelineResult", "find_plan"]

@@ -1,11 +1,11 @@
 """The search over pipelines: stages, the devices and the mesh of each, microbatches, the schedule, cuts, recomputation.
 
-    for every row of seats, number of microbatches and schedule    bound a step from below (`candidates`)
-    the most promising first                                       cut the line (`cuts`), each stage with the ways that
+    for all pipeline ranks, numbers of microbatches, schedules     bound a step from below (`candidates`)
+    the most promising first                                       cut the graph (`cuts`), each stage by solutions that
                                                                    fit its memory (`front`, `stage`), and simulate it
     until no bound is lower                                        than the best that was found
 
-One stage with several microbatches is a pipeline too: gradients are added up within a step.
+One stage with several microbatches is gradient accumulation within a step, and is searched here too.
 """
 
 from __future__ import annotations
@@ -20,62 +20,67 @@ import numpy as np
 from ...cluster import collective_time
 from ...cost import strides_of
 from ...rules import Analysis
-from ...schedule import kind_named
-from ..segments import Line
+from ...schedule import schedule_kind
+from ..stages import OpSequence
 from .blocks import Blocks
-from .bounds import Priced, fill_of, load_of, together, waiting
-from .candidates import Candidate, Candidates, for_each
-from .cuts import cut_line
-from .front import Way
-from .fronts import Fronts
-from .seats import Seat
-from .setup import Setup
-from .stage import Choice, Stage
+from .bounds import LeastCosts, fill_of, idle_seconds, least_seconds, load_of
+from .candidates import PipelineCandidate, PipelineCandidates, for_each
+from .cuts import cut_into_stages
+from .front import StageSolution
+from .fronts import StageFronts
+from .ranks import RankDevices
+from .setup import PipelineSetup
+from .stage import StageChoice, StageCost
 from .timed import fault_of_time
-from .trial import Mix, Trial, flights, run_of
+from .trial import Mix, PipelineTrial, flights, run_of
 
-Prices = Callable[[Seat, float, float, float], Priced | None]
-"""For a seat, times of a microbatch, microbatches in flight and bytes that there are: what is least at some prices."""
+Prices = Callable[[RankDevices, float, float, float], LeastCosts | None]
+"""For a pipeline rank, times of a microbatch, microbatches in flight and a memory limit: the least costs at some
+prices."""
 
 DIVES = 2
-"""Candidates that are tried as soon as their bound is sure, so that there is soon a time to stay below."""
+"""Candidates tried as soon as their bound is sure, so that there is soon a time to prune by."""
 
 KEPT_TRIALS = 40
-"""Trials of which the next best are told."""
+"""Trials from which the runners-up are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piped:
-    """The best pipeline, the others that were tried (the fastest first), and what was looked at."""
+class PipelineSearchResult:
+    """The best pipeline, the others that were tried (the fastest first), and how many were tried."""
 
-    best: Trial | None
-    others: tuple[Trial, ...]
+    best: PipelineTrial | None
+    others: tuple[PipelineTrial, ...]
     blocks: Blocks
     bound: float
-    looked: int
-    left: int  # candidates that were bounded away
+    tried: int
+    pruned: int  # candidates pruned by their bound
     stopped: bool
 
 
-class Search:
-    """One search. `fault` says why the batch can't be cut, if it can't."""
+class PipelineSearch:
+    """One search. `fault` says why the batch can't be split into microbatches, if it can't."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
-        self.line, limits = Line(setup.facts), setup.limits
+    def __init__(self, setup: PipelineSetup) -> None:
+        self.setup, self.analysis, self.cluster = setup, setup.analysis, setup.cluster
+        self.line, limits = OpSequence(setup.analysis), setup.limits
         self.blocks = Blocks(self.line, setup.training, pivots=limits.pivots, uncut=limits.uncut.values())
-        self.fronts = Fronts(setup, self.blocks)
-        self.fault = fault_of_time(setup.facts)
-        self.candidates = Candidates(setup, self.blocks, self.fronts, cut=self.fault is None)
-        self.reserve = standing_bytes(setup.facts)
+        self.fronts = StageFronts(setup, self.blocks)
+        self.fault = fault_of_time(setup.analysis)
+        self.candidates = PipelineCandidates(setup, self.blocks, self.fronts, can_split_batch=self.fault is None)
+        self.reserve = standing_bytes(setup.analysis)
         self.leaving = self._leaving()
-        self.best: Trial | None = None
-        self.trials: list[Trial] = []
+        self.best: PipelineTrial | None = None
+        self.trials: list[PipelineTrial] = []
         self._entering: dict[tuple[object, ...], np.ndarray] = {}
 
     def _leaving(self) -> float:
-        """Seconds until every rank has the outputs of the model: those that have rows, once a step."""
-        values = [self.facts.graph.values[held.value] for held in self.facts.graph.outputs if held.value is not None]
+        """Seconds to send the model's outputs to every rank, once a step; scalars are not counted."""
+        values = [
+            self.analysis.graph.values[output.value]
+            for output in self.analysis.graph.outputs
+            if output.value is not None
+        ]
         bytes = sum(value.elements * self.setup.training.item(value) for value in values if value.shape)
         span = self.cluster.span(range(self.setup.size))
         return collective_time("broadcast", bytes, span, self.cluster.measured)
@@ -85,10 +90,10 @@ class Search:
         best = math.inf if self.best is None else self.best.seconds
         return min(best, self.setup.upper) * (1.0 - self.setup.slack)
 
-    def run(self) -> Piped:
-        waiting = [(held.bound, number, held) for number, held in enumerate(self.candidates)]
+    def run(self) -> PipelineSearchResult:
+        waiting = [(candidate.bound, number, candidate) for number, candidate in enumerate(self.candidates)]
         heapify(waiting)
-        count, looked, stopped, bound = len(waiting), 0, False, math.inf
+        count, tried, stopped, bound = len(waiting), 0, False, math.inf
         while waiting:
             lowest, number, candidate = heappop(waiting)
             if lowest >= self.upper:
@@ -99,127 +104,127 @@ class Search:
                 break
             if not candidate.sure:
                 candidate = self.closer(candidate)
-                if not candidate.sure or looked >= DIVES or candidate.bound >= self.upper:
+                if not candidate.sure or tried >= DIVES or candidate.bound >= self.upper:
                     heappush(waiting, (candidate.bound, number, candidate))
                     continue
-            looked += 1
+            tried += 1
             trial = self.tried(candidate)
             if trial is not None:
                 self.trials.append(trial)
                 if trial.seconds < (self.best.seconds if self.best is not None else math.inf):
                     self.best = trial
                 self.setup.progress(f"tried {trial}", self.best.seconds if self.best is not None else math.inf)
-        others = sorted((held for held in self.trials if held is not self.best), key=lambda held: held.seconds)
-        return Piped(
+        others = sorted((trial for trial in self.trials if trial is not self.best), key=lambda trial: trial.seconds)
+        return PipelineSearchResult(
             best=self.best,
             others=tuple(others[:KEPT_TRIALS]),
             blocks=self.blocks,
             bound=min(bound, self.best.seconds if self.best is not None else math.inf),
-            looked=looked,
-            left=count - looked,
+            tried=tried,
+            pruned=count - tried,
             stopped=stopped,
         )
 
-    def any_seat(self) -> Seat:
-        """A seat of one device."""
-        return Seat(devices=(0,), data=1, inner=1, names=self.setup.names)
+    def single_device(self) -> RankDevices:
+        """A pipeline rank of one device."""
+        return RankDevices(devices=(0,), data=1, inner=1, names=self.setup.names)
 
-    def tried(self, candidate: Candidate) -> Trial | None:
+    def tried(self, candidate: PipelineCandidate) -> PipelineTrial | None:
         """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
-        seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
-        kind = kind_named(schedule)
-        holders = [seat for (seat,) in kind.holders(len(seats))]
-        flight = flights(schedule, len(seats), microbatches)
+        pp_ranks, microbatches, schedule = candidate.pp_ranks, candidate.microbatches, candidate.schedule
+        kind = schedule_kind(schedule)
+        holders = [pp_rank for (pp_rank,) in kind.holders(len(pp_ranks))]
+        flight = flights(schedule, len(pp_ranks), microbatches)
         if self.tight(candidate) >= self.upper:
             return None
         width = self.width(len(holders))
-        choices: list[Choice] = []
-        known: dict[tuple[object, ...], Choice] = {}
-        for seat in holders:
-            key = (self.fronts.kind(seats[seat]), flight[seat])
+        choices: list[StageChoice] = []
+        known: dict[tuple[object, ...], StageChoice] = {}
+        for pp_rank in holders:
+            key = (self.fronts.kind(pp_ranks[pp_rank]), flight[pp_rank])
             if key not in known:
-                made = self.choice(seats[seat], microbatches, flight[seat], kind.segments, width)
-                if made is None:
+                choice = self.choice(pp_ranks[pp_rank], microbatches, flight[pp_rank], kind.segments, width)
+                if choice is None:
                     return None
-                known[key] = made
+                known[key] = choice
             choices.append(known[key])
-        pairs = [(seats[a], seats[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
+        pairs = [(pp_ranks[a], pp_ranks[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
         entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
         stages = self.stages(choices, entering)
         both = [2.0 * more for more in entering]
         fill = fill_of(schedule)
-        found = cut_line(stages, both, (microbatches - 1) * kind.segments, fill)
-        if found is None or found.seconds >= self.upper:
+        cuts = cut_into_stages(stages, both, (microbatches - 1) * kind.segments, fill)
+        if cuts is None or cuts.seconds >= self.upper:
             return None
-        return self.simulated(candidate, choices, found.bounds)
+        return self.simulated(candidate, choices, cuts.bounds)
 
-    def closer(self, candidate: Candidate) -> Candidate:
+    def closer(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with the next better bound, the cheapest first."""
         if not candidate.within:
             return self.within(candidate)
-        found = self.candidates.by_now(candidate)
-        return found if found.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
+        bounded = self.candidates.by_now(candidate)
+        return bounded if bounded.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
 
-    def within(self, candidate: Candidate) -> Candidate:
-        """The same with a bound that knows of the memory."""
-        microbatches, found = candidate.microbatches, replace(candidate, within=True)
+    def within(self, candidate: PipelineCandidate) -> PipelineCandidate:
+        """The same with a bound that takes memory into account."""
+        microbatches, bounded = candidate.microbatches, replace(candidate, within=True)
 
-        def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
-            return self.fronts.floor(seat, microbatches, times, flight)
+        def priced(pp_rank: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
+            return self.fronts.floor(pp_rank, microbatches, times, flight)
 
         if self.roomy(candidate):
-            return found
-        alone = for_each(candidate.seats, candidate.alike, self.fronts.rough, microbatches)
-        return replace(found, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
+            return bounded
+        alone = for_each(candidate.pp_ranks, candidate.alike, self.fronts.rough, microbatches)
+        return replace(bounded, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
 
-    def roomy(self, candidate: Candidate) -> bool:
-        """Whether the memory of all seats together is more than enough, so that it is not worth a look."""
-        seats, microbatches = candidate.seats, candidate.microbatches
-        flight = flights(candidate.schedule, len(seats), microbatches)
-        each = kind_named(candidate.schedule).segments
-        rooms = sum(len(held) * (self.setup.room(seats[held[0]]) - self.reserve) for held in candidate.alike)
+    def roomy(self, candidate: PipelineCandidate) -> bool:
+        """Whether the memory of all pipeline ranks together is ample, so that bounds can ignore it."""
+        pp_ranks, microbatches = candidate.pp_ranks, candidate.microbatches
+        flight = flights(candidate.schedule, len(pp_ranks), microbatches)
+        each = schedule_kind(candidate.schedule).segments
+        rooms = sum(len(alike) * (self.setup.room(pp_ranks[alike[0]]) - self.reserve) for alike in candidate.alike)
         return all(
-            self.fronts.fits(seats[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
-            for held in candidate.alike
+            self.fronts.fits(pp_ranks[alike[0]], microbatches, min(flight[number] for number in alike) / each, rooms)
+            for alike in candidate.alike
         )
 
-    def tight(self, candidate: Candidate) -> float:
-        """About what a step takes at least, from the ways of its seats, if all seats of a kind share one memory."""
+    def tight(self, candidate: PipelineCandidate) -> float:
+        """Roughly the least step time, from the fronts of its ranks, if all ranks of a kind shared one memory."""
         microbatches = candidate.microbatches
 
-        def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
-            front = self.fronts.of(seat, microbatches)
+        def priced(pp_rank: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
+            front = self.fronts.of(pp_rank, microbatches)
             if front is None or front.fastest is None:
-                return Priced(np.zeros(1), np.array([math.inf]))
+                return LeastCosts(np.zeros(1), np.array([math.inf]))
             return front.tight(times, 2.0 ** math.floor(math.log2(max(1.0, flight))), room)
 
-        alone = for_each(candidate.seats, candidate.alike, self.fronts.quick, microbatches)
+        alone = for_each(candidate.pp_ranks, candidate.alike, self.fronts.quick, microbatches)
         return self.bounded(candidate, alone, priced)
 
-    def bounded(self, candidate: Candidate, alone: Sequence[float], priced: Prices) -> float:
-        """Seconds of a step at least, from those of all blocks on each kind of seat at some prices of memory.
+    def bounded(self, candidate: PipelineCandidate, alone: Sequence[float], priced: Prices) -> float:
+        """The least step time, from the least costs of all blocks on each kind of rank at some prices of memory.
 
-        `alone`: seconds of a microbatch on each seat, whatever the memory.
+        `alone`: seconds of a microbatch if each rank ran all blocks, ignoring memory.
         """
-        seats, microbatches, fill = candidate.seats, candidate.microbatches, fill_of(candidate.schedule)
-        flight = flights(candidate.schedule, len(seats), microbatches)
-        each = kind_named(candidate.schedule).segments
+        pp_ranks, microbatches, fill = candidate.pp_ranks, candidate.microbatches, fill_of(candidate.schedule)
+        flight = flights(candidate.schedule, len(pp_ranks), microbatches)
+        each = schedule_kind(candidate.schedule).segments
         same = len(candidate.alike) == 1
-        times = microbatches + fill * (len(seats) - 1) if same else float(microbatches)
+        times = microbatches + fill * (len(pp_ranks) - 1) if same else float(microbatches)
         loads = []
-        for held in candidate.alike:
-            seat, kept = seats[held[0]], min(flight[number] for number in held) / each
-            room = self.setup.room(seat) - self.reserve
-            found = priced(seat, times, kept, room * len(held) if same else room)
-            if found is None:
+        for alike in candidate.alike:
+            pp_rank, in_flight = pp_ranks[alike[0]], min(flight[number] for number in alike) / each
+            room = self.setup.room(pp_rank) - self.reserve
+            costs = priced(pp_rank, times, in_flight, room * len(alike) if same else room)
+            if costs is None:
                 return candidate.bound
-            loads.append(load_of(len(held), found, room))
-        return together(loads) + self.leaving + (0.0 if same else waiting(alone, fill))
+            loads.append(load_of(len(alike), costs, room))
+        return least_seconds(loads) + self.leaving + (0.0 if same else idle_seconds(alone, fill))
 
-    def stages(self, choices: Sequence[Choice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Seconds of each stage: what it computes, or what its link is busy. Without the runs that are not allowed."""
+    def stages(self, choices: Sequence[StageChoice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Seconds of each stage: its compute, or its link if that is slower. Runs across a pivot are infinite."""
         known: dict[tuple[int, int], np.ndarray] = {}
-        found = []
+        stages = []
         for choice, more in zip(choices, entering, strict=True):
             key = (id(choice), id(more))
             if key not in known:
@@ -229,11 +234,11 @@ class Search:
                     last = first + 1 + np.arange(seconds.shape[1])[None, :]
                     seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
                 known[key] = seconds
-            found.append(known[key])
-        return found
+            stages.append(known[key])
+        return stages
 
     def width(self, segments: int) -> int:
-        """How many blocks a segment may have: all that are within some times its share of the work."""
+        """The most blocks a segment may have: those within 2.5 times its share of the work."""
         count = self.blocks.count
         if count <= 64 or segments <= 2:
             return count
@@ -242,56 +247,62 @@ class Search:
         ends = np.searchsorted(load, load[:-1] + most, side="right")
         return int(np.max(ends - np.arange(count)))
 
-    def choice(self, seat: Seat, microbatches: int, flight: float, segments: int, width: int) -> Choice | None:
-        front = self.fronts.of(seat, microbatches)
+    def choice(
+        self, pp_rank: RankDevices, microbatches: int, flight: float, segments: int, width: int
+    ) -> StageChoice | None:
+        front = self.fronts.of(pp_rank, microbatches)
         if front is None or front.fastest is None:
             return None
-        room = (self.setup.room(seat) - self.reserve) / segments
+        room = (self.setup.room(pp_rank) - self.reserve) / segments
         each = flight / segments
         fastest = self.fronts.sums(front, front.fastest, width)
-        ways: list[Way] = [front.fastest]
-        if float((fastest.stored + each * fastest.kept).max()) > room:
-            ways = front.ways(2.0 ** math.ceil(math.log2(max(1.0, each))))
-        return Choice(front, ways, [self.fronts.sums(front, way, width) for way in ways], each, room)
+        solutions: list[StageSolution] = [front.fastest]
+        if float((fastest.stored + each * fastest.saved).max()) > room:
+            solutions = front.solutions(2.0 ** math.ceil(math.log2(max(1.0, each))))
+        return StageChoice(
+            front, solutions, [self.fronts.sums(front, solution, width) for solution in solutions], each, room
+        )
 
-    def entering(self, giver: Seat, taker: Seat, microbatches: int) -> np.ndarray:
-        """Seconds that the values of a microbatch take from one seat to another, for each bound."""
+    def entering(self, giver: RankDevices, taker: RankDevices, microbatches: int) -> np.ndarray:
+        """Seconds to send the values of a microbatch from one pipeline rank to another, for each bound."""
         ends = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
         spans = tuple(self.cluster.span(pair) for pair in ends) if giver.devices != taker.devices else ()
         key = (spans, microbatches, min(giver.data, taker.data))
         if key not in self._entering:
-            rows, rest = self.blocks.crossing
-            bytes = rows / self.setup.parts(microbatches) / min(giver.data, taker.data) + rest
+            batched, unbatched = self.blocks.crossing
+            bytes = batched / self.setup.parts(microbatches) / min(giver.data, taker.data) + unbatched
             measured = self.cluster.measured
             self._entering[key] = np.array([
-                max((collective_time("send", held, span, measured) for span in spans), default=0.0)
-                for held in bytes.tolist()
+                max((collective_time("send", size, span, measured) for span in spans), default=0.0)
+                for size in bytes.tolist()
             ])  # fmt: skip
         return self._entering[key]
 
-    def simulated(self, candidate: Candidate, choices: Sequence[Choice], bounds: tuple[int, ...]) -> Trial:
+    def simulated(
+        self, candidate: PipelineCandidate, choices: Sequence[StageChoice], bounds: tuple[int, ...]
+    ) -> PipelineTrial:
         picked = [choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)]
         stages, mixes = [stage for stage, _ in picked], tuple(mix for _, mix in picked)
-        return self.timed_trial(candidate.seats, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
+        return self.timed_trial(candidate.pp_ranks, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
 
     def timed_trial(
-        self, seats: tuple[Seat, ...], microbatches: int, schedule: str, stages: Sequence[Stage],
+        self, pp_ranks: tuple[RankDevices, ...], microbatches: int, schedule: str, stages: Sequence[StageCost],
         mixes: tuple[Mix, ...], bounds: tuple[int, ...],
-    ) -> Trial:  # fmt: skip
-        """A pipeline of these stages, with the time that it takes."""
-        holders = [seat for (seat,) in kind_named(schedule).holders(len(seats))]
+    ) -> PipelineTrial:  # fmt: skip
+        """A pipeline of these stages, with its simulated time."""
+        holders = [pp_rank for (pp_rank,) in schedule_kind(schedule).holders(len(pp_ranks))]
         links = tuple(
-            float(self.entering(seats[giver], seats[taker], microbatches)[bound])
+            float(self.entering(pp_ranks[giver], pp_ranks[taker], microbatches)[bound])
             for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
         )
-        _, total = run_of(schedule, len(seats), microbatches, stages, links)
+        _, total = run_of(schedule, len(pp_ranks), microbatches, stages, links)
         once = self.leaving + max(
-            sum(part.once for part, held in zip(stages, holders, strict=True) if held == seat)
-            for seat in range(len(seats))
+            sum(part.once for part, holder in zip(stages, holders, strict=True) if holder == pp_rank)
+            for pp_rank in range(len(pp_ranks))
         )
-        busy = sum(part.forward + part.backward for part in stages) * microbatches / len(seats)
-        return Trial(
-            seats=seats,
+        busy = sum(part.forward + part.backward for part in stages) * microbatches / len(pp_ranks)
+        return PipelineTrial(
+            pp_ranks=pp_ranks,
             microbatches=microbatches,
             schedule=schedule,
             parts=tuple(stages),
@@ -304,12 +315,12 @@ class Search:
         )
 
 
-def standing_bytes(facts: Analysis) -> float:
-    """Bytes of the batch as it is passed, of buffers and of constants, which every rank has whole."""
-    graph, views = facts.graph, strides_of(facts.graph).views
-    found = {held.value for held in graph.inputs} | {held.value for held in graph.buffers}
+def standing_bytes(analysis: Analysis) -> float:
+    """Bytes of the batch as passed, of buffers and of constants, which are replicated on every rank."""
+    graph, views = analysis.graph, strides_of(analysis.graph).views
+    names = {item.value for item in graph.inputs} | {item.value for item in graph.buffers}
     for op in graph.ops:
-        if facts.is_constant(op) and op.name not in views:
+        if analysis.is_constant(op) and op.name not in views:
             users = [user for name in op.outputs for user, _ in graph.users[name]]
-            found |= set() if all(facts.is_constant(user) for user in users) else set(op.outputs)
-    return float(sum(graph.values[name].bytes for name in found))
+            names |= set() if all(analysis.is_constant(user) for user in users) else set(op.outputs)
+    return float(sum(graph.values[name].bytes for name in names))

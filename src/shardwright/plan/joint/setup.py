@@ -1,4 +1,4 @@
-"""What a search for a pipeline stands on."""
+"""The inputs of a pipeline search."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...cluster import Cluster
-from ...cost import Training
+from ...cost import TrainingSetup
 from ...rules import Analysis
-from ..frame import Frame
+from ..context import SearchContext
 from ..limits import Limits
-from .seats import Seat
+from .ranks import RankDevices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is asked of a pipeline; None leaves it open."""
+class PipelineRequest:
+    """What the user asks of a pipeline; None leaves it open."""
 
     stages: int | None = None
     microbatches: int | None = None
@@ -24,34 +24,34 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The graph, the cluster, what is asked.
+class PipelineSetup:
+    """The graph, the cluster, the request.
 
     size       how many devices of the cluster
-    room       bytes that a device of a seat may use
+    room       the memory limit of a device of a pipeline rank
     local      the graph is that of one microbatch
-    names      of the outer and the inner axis of a seat
-    frame      that of a flat search, of which what can be is used again
-    slack      what another pipeline must be better by, relatively, to be worth a look
-    upper      seconds that a pipeline has to stay below
+    names      of the outer and the inner axis of a pipeline rank
+    context    that of the flat search, reused where possible
+    slack      relative gain below which another pipeline is not tried
+    upper      seconds that a pipeline has to beat
     """
 
-    facts: Analysis
+    analysis: Analysis
     cluster: Cluster
-    training: Training
+    training: TrainingSetup
     limits: Limits
     size: int
-    room: Callable[[Seat], float]
+    room: Callable[[RankDevices], float]
     recompute: bool = True
     local: bool = False
     names: tuple[str, str] = ("x", "y")
-    asked: Asked = field(default_factory=Asked)
-    frame: Frame | None = None
+    request: PipelineRequest = field(default_factory=PipelineRequest)
+    context: SearchContext | None = None
     slack: float = 0.005
     upper: float = math.inf
     stop: Callable[[], bool] = lambda: False
     progress: Callable[[str, float], None] = lambda what, best: None
 
     def parts(self, microbatches: int) -> int:
-        """Into how many parts the graph's batch is cut in time."""
+        """Into how many microbatches the graph's batch is split."""
         return 1 if self.local else microbatches

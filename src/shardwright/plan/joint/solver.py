@@ -1,4 +1,4 @@
-"""Eliminations for many seats: tables of one structure are eliminated by the same steps."""
+"""Variable elimination for many pipeline ranks: tables of one structure share the elimination order."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from ..tables import Tables
 
 
 class Solver:
-    """Finds the steps of tables once for each structure."""
+    """Finds the elimination steps once for each structure."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[int, ...] | None], tuple[Elimination, list[int]]] = {}
 
     def elimination(self, tables: Tables) -> Elimination | None:
         """None if the graph is too wide to be eliminated."""
-        if not tables.is_plain:  # then groups are not those of other tables
-            return self._made(tables)
+        if not tables.is_plain:  # then its groups differ from those of other tables
+            return self._eliminate(tables)
         known = self._known.get((id(tables.skeleton), tables.sizes)) or self._known.get((id(tables.skeleton), None))
-        found = known[0].fitting([tables.arrays[number] for number in known[1]]) if known is not None else None
-        if found is not None:
-            return found
-        made = self._made(tables)
-        if made is not None:
-            new = (made, self._numbers(tables, made))
-            self._known[id(tables.skeleton), tables.sizes] = new
-            self._known.setdefault((id(tables.skeleton), None), new)
-        return made
+        refitted = known[0].fitting([tables.arrays[number] for number in known[1]]) if known is not None else None
+        if refitted is not None:
+            return refitted
+        new = self._eliminate(tables)
+        if new is not None:
+            entry = (new, self._numbers(tables, new))
+            self._known[id(tables.skeleton), tables.sizes] = entry
+            self._known.setdefault((id(tables.skeleton), None), entry)
+        return new
 
-    def _made(self, tables: Tables) -> Elimination | None:
+    def _eliminate(self, tables: Tables) -> Elimination | None:
         try:
             return eliminate(tables.problem())
         except TooWide:
             return None
 
-    def _numbers(self, tables: Tables, found: Elimination) -> list[int]:
+    def _numbers(self, tables: Tables, elimination: Elimination) -> list[int]:
         """The table of each group."""
         number = {id(array): at for at, array in enumerate(tables.arrays)}
-        return [number[id(group.table)] for group in found.groups]
+        return [number[id(group.table)] for group in elimination.groups]

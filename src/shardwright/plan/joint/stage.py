@@ -1,7 +1,7 @@
-"""A stage: a run of blocks on a seat, and the way, or the two ways mixed, that fit its memory.
+"""A stage: a run of blocks on a pipeline rank, and the solution, or the mix of two, that fits its memory.
 
-memory     what is stored + microbatches in flight * what each keeps + what comes and goes (`reserve`)
-time       forward + backward of a microbatch + its part of what is done once a step
+memory     stored + microbatches in flight * saved for backward by each + transient memory (`reserve`)
+time       forward + backward of a microbatch + its share of what is done once a step
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.resources import Resource
-from .front import QUEUED, WEIGHT, Front, Way
+from .front import QUEUED, WEIGHT, StageFront, StageSolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """What a run of blocks takes on a device: seconds of a microbatch, of what comes once a step, and bytes.
+class StageCost:
+    """The cost of a run of blocks on a device: seconds of a microbatch, seconds once a step, and bytes.
 
-    forward, backward    of a microbatch; backward has `weight` in it
-    weight               the part of backward that makes gradients of parameters
-    waited               communication inside of the stage in a microbatch, as far as it shows
-    once                 the sync of gradients and the update
+    forward, backward    of a microbatch; backward includes `weight`
+    weight               the part of backward that computes weight gradients
+    waited               exposed communication inside the stage in a microbatch
+    once                 gradient sync and the update
     stored               bytes that are there all the time
-    kept                 bytes that a microbatch keeps from its forward to its backward
-    queued               bytes that it keeps on from there until the gradients of parameters are made
+    saved                bytes that a microbatch saves for backward
+    queued               bytes that it holds on to after that until its weight gradients are computed
     """
 
     forward: float
@@ -35,87 +35,96 @@ class Stage:
     waited: float
     once: float
     stored: float
-    kept: float
+    saved: float
     queued: float
 
     def memory(self, flight: float) -> float:
-        return self.stored + flight * self.kept
+        return self.stored + flight * self.saved
 
 
 def seconds_of(used: np.ndarray, overlap: float) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward of a microbatch for rows of columns (see `cost.resources`)."""
-    rest, found = 1.0 - overlap, []
+    """Forward and backward of a microbatch for rows of resources (see `cost.resources`)."""
+    rest, seconds = 1.0 - overlap, []
     for kind in ("FORWARD", "BACKWARD"):
-        kernels, send, beside = (used[..., Resource[f"{part}_{kind}"]] for part in ("COMPUTE", "SEND", "BESIDE"))
-        found.append(send + np.maximum(kernels + rest * beside, beside + rest * kernels))
-    return found[0], found[1]
+        kernels, send, overlapped = (used[..., Resource[f"{part}_{kind}"]] for part in ("COMPUTE", "SEND", "BESIDE"))
+        seconds.append(send + np.maximum(kernels + rest * overlapped, overlapped + rest * kernels))
+    return seconds[0], seconds[1]
 
 
-def stage_of(used: np.ndarray, overlap: float) -> Stage:
+def stage_of(used: np.ndarray, overlap: float) -> StageCost:
     """A stage from the columns that it uses."""
     forward, backward = seconds_of(used, overlap)
     kernels = used[Resource.COMPUTE_FORWARD] + used[Resource.COMPUTE_BACKWARD]
-    return Stage(
+    return StageCost(
         forward=float(forward),
         backward=float(backward),
         weight=float(min(used[WEIGHT], backward)),
         waited=float(max(0.0, forward + backward - kernels)),
         once=float(used[Resource.UPDATE]),
         stored=float(used[Resource.STORED]),
-        kept=float(used[Resource.KEPT]),
+        saved=float(used[Resource.KEPT]),
         queued=float(min(used[QUEUED], used[Resource.KEPT])),
     )
 
 
-class Sums(NamedTuple):
-    """For all runs of blocks under one way: seconds of a microbatch with its part of what comes once, and bytes."""
+class StageSums(NamedTuple):
+    """For all runs of blocks under one solution: seconds of a microbatch with its share of the once-a-step part, and
+    bytes."""
 
     seconds: np.ndarray
     stored: np.ndarray
-    kept: np.ndarray
+    saved: np.ndarray
 
 
-def sums_of(front: Front, way: Way, width: int) -> Sums:
+def sums_of(front: StageFront, solution: StageSolution, width: int) -> StageSums:
     """[first block, blocks less one], for runs of up to `width` blocks."""
-    used = way.table(width)
+    used = solution.table(width)
     forward, backward = seconds_of(used, front.overlap)
     seconds = forward + backward + used[..., Resource.UPDATE] / front.microbatches
-    return Sums(seconds, used[..., Resource.STORED], used[..., Resource.KEPT])
+    return StageSums(seconds, used[..., Resource.STORED], used[..., Resource.KEPT])
 
 
-class Choice:
-    """For all runs of blocks on one kind of seat, with so many microbatches in flight, the best ways within a limit.
+class StageChoice:
+    """For all runs of blocks on one kind of pipeline rank, with so many microbatches in flight, the best solutions
+    within a memory limit.
 
-    seconds    [first block, blocks less one]: of a microbatch, with its part of what comes once; infinity: does not fit
+    seconds    [first block, blocks less one]: of a microbatch, with its once-a-step share; infinity: does not fit
     """
 
-    def __init__(self, front: Front, ways: Sequence[Way], sums: Sequence[Sums], flight: float, room: float) -> None:
-        self.front, self.ways, self.flight, self.room = front, ways, flight, room
-        bytes = [held.stored + flight * held.kept for held in sums]
+    def __init__(
+        self,
+        front: StageFront,
+        solutions: Sequence[StageSolution],
+        sums: Sequence[StageSums],
+        flight: float,
+        room: float,
+    ) -> None:
+        self.front, self.solutions, self.flight, self.room = front, solutions, flight, room
+        bytes = [run.stored + flight * run.saved for run in sums]
         self.seconds = np.full(sums[0].seconds.shape, np.inf)
-        for at, (held, more) in enumerate(zip(sums, bytes, strict=True)):
-            np.minimum(self.seconds, np.where(more <= room, held.seconds, np.inf), out=self.seconds)
+        for at, (run, more) in enumerate(zip(sums, bytes, strict=True)):
+            np.minimum(self.seconds, np.where(more <= room, run.seconds, np.inf), out=self.seconds)
             for faster in range(at):
-                mixed = _mixed(sums[faster].seconds, bytes[faster], held.seconds, more, room)
+                mixed = _mixed(sums[faster].seconds, bytes[faster], run.seconds, more, room)
                 np.minimum(self.seconds, mixed, out=self.seconds)
 
-    def pick(self, begin: int, end: int) -> tuple[Stage, tuple[tuple[Way, float], ...]]:
-        """The stage of one run, and its ways with their shares."""
-        used = [way.between(begin, end) for way in self.ways]
+    def pick(self, begin: int, end: int) -> tuple[StageCost, tuple[tuple[StageSolution, float], ...]]:
+        """The stage of one run, and its solutions with their shares."""
+        used = [solution.between(begin, end) for solution in self.solutions]
         best: tuple[float, tuple[tuple[int, float], ...]] = (np.inf, ())
-        for at, one in enumerate(used):
+        for at, lean in enumerate(used):
             for faster in range(at + 1):
-                share = self._share(used[faster], one) if faster < at else 1.0
-                if share is None or (faster == at and self._bytes(one) > self.room):
+                share = self._share(used[faster], lean) if faster < at else 1.0
+                if share is None or (faster == at and self._bytes(lean) > self.room):
                     continue
                 parts = ((at, share), (faster, 1.0 - share)) if faster < at else ((at, 1.0),)
                 time = sum(part * self._seconds(used[number]) for number, part in parts)
-                best = min(best, (time, parts), key=lambda held: held[0])
+                best = min(best, (time, parts), key=lambda option: option[0])
         mix = sum(part * used[number] for number, part in best[1])
-        return stage_of(np.asarray(mix), self.front.overlap), tuple((self.ways[at], part) for at, part in best[1])
+        return stage_of(np.asarray(mix), self.front.overlap), tuple((self.solutions[at], part) for at, part in best[1])
 
     def _share(self, fast: np.ndarray, lean: np.ndarray) -> float | None:
-        """The least part of the leaner way that fits; None if mixing is no use."""
+        """The least share of the leaner solution that fits; None if mixing does not help."""
         high, low = self._bytes(fast), self._bytes(lean)
         return (high - self.room) / (high - low) if low <= self.room < high else None
 
@@ -128,7 +137,7 @@ class Choice:
 
 
 def _mixed(fast: np.ndarray, more: np.ndarray, slow: np.ndarray, less: np.ndarray, room: float) -> np.ndarray:
-    """The time of the leanest mix of two ways that fits, where only the leaner one does."""
+    """The time of the fastest mix of two solutions that fits, where only the leaner one does."""
     helps = (less <= room) & (more > room)
     share = np.divide(more - room, more - less, out=np.ones_like(more), where=helps)
     return np.where(helps, fast + share * (slow - fast), np.inf)

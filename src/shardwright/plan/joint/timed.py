@@ -1,12 +1,12 @@
-"""The tables of a seat at one number of microbatches: the batch is split over devices and over time.
+"""The tables of a pipeline rank at one number of microbatches: the batch is split over devices and over time.
 
-Both are one axis here: with 4 groups of devices and 8 microbatches an axis of 32 splits the batch, of which 4 are at a
-time. So ops and conversions cost what they cost for one microbatch. What else differs from a flat mesh:
+Both are one axis here: with 4 groups of devices and 8 microbatches an axis of 32 splits the batch, of which 4 run at a
+time. So ops and reshards cost what they cost for one microbatch. What else differs from a flat mesh:
 
-    conversions    across time there are none: what would need one is priced so high that nobody takes it. Values
-                   without a gradient are taken to depend on inputs alone, and are made whole where they are wanted so
-    parameters     are summed and split over the devices only, once a step and not beside anything; each microbatch adds
-                   to gradients that are kept aside, a copy beside .grad; casts for computing are kept once
+    reshards      across time there are none: whatever would need one is priced prohibitively. Values without a
+                  gradient are assumed to depend on inputs alone, and are computed replicated where that is needed
+    parameters    are reduced and sharded over the devices only, once a step and not overlapped; each microbatch
+                  accumulates into a second gradient buffer next to .grad; casts to the compute dtype are kept once
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from dataclasses import replace
 import numpy as np
 
 from ...cluster import Cluster
-from ...conversion import SENDS
-from ...cost import Training
-from ...cost.moves import LETTERS, STEPS, Moves
+from ...cost import TrainingSetup
+from ...cost.reshard_prices import LETTERS, STEPS, ReshardPrices
 from ...cost.resources import Resource
 from ...errors import PlanError
 from ...ir import Graph, Parameter
 from ...ir.graph import ITEM_SIZE
 from ...layout import Axis, Layout, Mesh
+from ...reshard import COLLECTIVES
 from ...rules import Analysis, Signature
-from ..constraints import Demand
-from ..draft import Draft
-from ..frame import Frame
-from ..homes import Homes, Sent, Storage, Storing, level_of
+from ..builder import PlanBuilder
+from ..constraints import ChoiceDemand
+from ..context import SearchContext
 from ..limits import Limits
 from ..policies import dp
-from ..skeleton import Skeleton
-from ..spaces import Spaces
-from ..tables import Tables, homes_of
-from .parameters import Parameters
-from .seats import Seat, SeatKinds
+from ..problem_structure import ProblemStructure
+from ..spaces import ChoiceSpaces
+from ..storage_options import ParameterCollective, Storage, StorageOptions, StoragePricing, zero_level
+from ..tables import Tables, storage_options_of
+from .parameters import ParameterBounds
+from .ranks import RankDevices, RankKinds
 
 NEVER = 1e9
-"""Seconds of what can't be done."""
+"""Seconds of what is infeasible."""
 
 SMALL = 16
-"""Bytes of a number, such as a loss: those of all microbatches are added up when they leave."""
+"""Bytes of a scalar, such as a loss: those of all microbatches are summed when they leave the pipeline."""
 
 
-def split_by(seat: Seat, microbatches: int) -> Mesh:
-    """The mesh on which the ops of a seat are split: that of its devices, the batch also over time."""
-    sizes = (seat.data * microbatches, seat.inner)
-    return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(seat.names, sizes, strict=True) if s > 1))
+def split_by(pp_rank: RankDevices, microbatches: int) -> Mesh:
+    """The mesh over which the ops of a pipeline rank are sharded: its devices, and time for the batch."""
+    sizes = (pp_rank.data * microbatches, pp_rank.inner)
+    return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(pp_rank.names, sizes, strict=True) if s > 1))
 
 
 Known = dict[tuple[object, ...], dict[tuple[object, ...], np.ndarray]]
 
 
-class TimedMoves(Moves):
-    """Prices of conversions of one microbatch."""
+class MicrobatchReshardPrices(ReshardPrices):
+    """Prices of reshards of one microbatch."""
 
-    def __init__(self, seat: Seat, cluster: Cluster, microbatches: int, known: Known) -> None:
-        """`known`: prices of conversions along the inner axis, of all seats."""
-        mesh = split_by(seat, microbatches)
-        sizes = {seat.names[0]: seat.data, seat.names[1]: seat.inner}
-        real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=seat.devices)
+    def __init__(self, pp_rank: RankDevices, cluster: Cluster, microbatches: int, known: Known) -> None:
+        """`known`: prices of reshards along the inner axis, of all pipeline ranks."""
+        mesh = split_by(pp_rank, microbatches)
+        sizes = {pp_rank.names[0]: pp_rank.data, pp_rank.names[1]: pp_rank.inner}
+        real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=pp_rank.devices)
         super().__init__(mesh, cluster, real)
-        self.time = seat.names[0] if microbatches > 1 else None
-        inner = self._spans.get(seat.names[1:])
+        self.time = pp_rank.names[0] if microbatches > 1 else None
+        inner = self._spans.get(pp_rank.names[1:])
         self._shared = known.setdefault((mesh.axes, self.device, inner), {})
-        self._outer = mesh.names.index(seat.names[0]) if seat.names[0] in mesh.names else None
+        self._outer = mesh.names.index(pp_rank.names[0]) if pp_rank.names[0] in mesh.names else None
 
     def prices(self, starts: Sequence[Layout], goals: Sequence[Layout], bytes: float, gradient: bool) -> np.ndarray:
-        """Where nothing moves on the outer axis, seats differ in nothing that counts."""
+        """If nothing changes on the outer axis, the prices depend on the inner axis alone and are shared."""
         places = [self._places_of(layout, gradient) for layout in (*starts, *goals)]
-        if self._outer is not None and len({held[self._outer] for held in places}) > 1:
+        if self._outer is not None and len({place[self._outer] for place in places}) > 1:
             return super().prices(starts, goals, bytes, gradient)
         key = (starts, goals, bytes, gradient)
         if key not in self._shared:
@@ -83,162 +83,177 @@ class TimedMoves(Moves):
             return super()._table(axes, base, gradient)
         key = (axes, base, gradient)
         if key not in self._tables:
-            letters, exchange, regather = (held.copy() for held in super()._table(axes, base, gradient))
+            letters, exchange, regather = (table.copy() for table in super()._table(axes, base, gradient))
             for (a, b), kind in STEPS.items():
-                if any(SENDS[kind]) and gradient and base > SMALL:
+                if any(COLLECTIVES[kind]) and gradient and base > SMALL:
                     letters[LETTERS.index(a), LETTERS.index(b)] = (NEVER, 0.0, 0.0, 0.0)
             if gradient:
                 exchange[:] = regather[:] = (NEVER, 0.0, 0.0, 0.0)
-            else:  # made of inputs alone, whole where it is wanted whole
-                for held in (letters, exchange, regather):
-                    held[..., 2:] = 0.0
+            else:  # depends on inputs alone: computed replicated where needed
+                for table in (letters, exchange, regather):
+                    table[..., 2:] = 0.0
             self._tables[key] = letters, exchange, regather
         return self._tables[key]
 
 
-class TimedStoring(Storing):
-    """Homes of parameters in a pipeline."""
+class PipelineStoragePricing(StoragePricing):
+    """Storage of parameters in a pipeline."""
 
     def __init__(
-        self, spaces: Spaces, microbatches: int, most: Mapping[str, int], known: dict[tuple[object, ...], Homes]
+        self,
+        spaces: ChoiceSpaces,
+        microbatches: int,
+        most: Mapping[str, int],
+        known: dict[tuple[object, ...], StorageOptions],
     ) -> None:
-        """`known`: homes on seats of this kind, where several microbatches are as any other number of them."""
+        """`known`: options on ranks of this kind; any number of microbatches above 1 has the same."""
         super().__init__(spaces, most=most)
         self.microbatches, self._known = microbatches, known
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
 
-    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
-        key = (parameter.key, tuple(tuple(dict.fromkeys(held)) for held in asked), unit)
+    def storage_options(
+        self, parameter: Parameter, requested: Sequence[tuple[Layout, ...]], unit: float
+    ) -> StorageOptions:
+        key = (parameter.key, tuple(tuple(dict.fromkeys(layouts)) for layouts in requested), unit)
         if key not in self._known:
-            self._known[key] = super().homes(parameter, asked, unit)
+            self._known[key] = super().storage_options(parameter, requested, unit)
         return self._known[key]
 
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         sizes = self.mesh.sizes
-        yield from (held for held in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis, _ in held))
+        yield from (
+            storage for storage in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis, _ in storage)
+        )
 
-    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[Sent]:
-        sizes, level = self.mesh.sizes, level_of(held)
-        for sent in super().sends(parameter, layout, held, unit):
+    def sends(
+        self, parameter: Parameter, layout: Layout, storage: Storage, unit: float
+    ) -> Iterator[ParameterCollective]:
+        sizes, level = self.mesh.sizes, zero_level(storage)
+        for sent in super().sends(parameter, layout, storage, unit):
             if all(sizes[axis] == 1 for axis in sent.axes):
                 continue
             yield sent if level == 3 else sent._replace(resource=Resource.UPDATE)
 
-    def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
-        found = super()._used(parameter, layout, held, unit)
-        found[Resource.STORED] += found[Resource.KEPT]
-        found[Resource.KEPT] = 0.0
+    def _used(self, parameter: Parameter, layout: Layout, storage: Storage, unit: float) -> np.ndarray:
+        used = super()._used(parameter, layout, storage, unit)
+        used[Resource.STORED] += used[Resource.KEPT]
+        used[Resource.KEPT] = 0.0
         if self.spaces.backward and parameter.trainable:
             value = self.graph.values[parameter.value]
             count = self.count(value.shape, layout)
-            aside = (self.shares(count, held)[3] if level_of(held) == 3 else count) * ITEM_SIZE.get(value.dtype, 4)
-            found[Resource.STORED] += aside
+            aside = (self.shares(count, storage)[3] if zero_level(storage) == 3 else count) * ITEM_SIZE.get(
+                value.dtype, 4
+            )
+            used[Resource.STORED] += aside
             if self.microbatches > 1:
                 adding = self.moves.device.op_time(0.0, 3.0 * aside, "pointwise", "")
-                found[Resource.COMPUTE_BACKWARD] += adding
-        return found
+                used[Resource.COMPUTE_BACKWARD] += adding
+        return used
 
 
-def over_time(facts: Analysis, name: str) -> dict[str, str]:
-    """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on.
+def over_time(analysis: Analysis, name: str) -> dict[str, str]:
+    """The choice of each op on an axis that splits the batch over devices or time: a role, or one that passes sums on.
 
-    Nothing, if there is no batch: one row can only go through the stages.
+    Empty if there is no batch dim: a single sample can only go through the stages.
     """
     axis = Axis(name=name, size=2)
-    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts, lenient=True)
-    dp(draft, axis)
-    choices = draft.finish("").choices(facts.graph.entry)
-    return {op.name: choices.get(op.name, {}).get(name, "") for op in facts.live}
+    builder = PlanBuilder(analysis.graph, Mesh(axes=(axis,)), analysis, lenient=True)
+    dp(builder, axis)
+    choices = builder.finish("").choices(analysis.graph.entry)
+    return {op.name: choices.get(op.name, {}).get(name, "") for op in analysis.live}
 
 
-def fault_of_time(facts: Analysis) -> str | None:
+def fault_of_time(analysis: Analysis) -> str | None:
     """Why a batch can't be run in microbatches; None if it can, as far as ops say by themselves."""
-    if facts.graph.batch is None or not facts.batch:
+    if analysis.graph.batch is None or not analysis.batch:
         return "its inputs have no common batch dim"
-    for op in facts.live:
-        signature = facts.signatures[op.name]
-        if "batch_norm" in op.target and op.argument("training", True) and _reads_batch(signature, facts.graph):
+    for op in analysis.live:
+        signature = analysis.signatures[op.name]
+        if "batch_norm" in op.target and op.argument("training", True) and _reads_batch(signature, analysis.graph):
             return f"{op} is over the whole batch"
     return None
 
 
 def _reads_batch(signature: Signature, graph: Graph) -> bool:
-    return any(role.atom in signature.facts.batch for role in signature.roles)
+    return any(role.atom in signature.analysis.batch for role in signature.roles)
 
 
-class Timed:
-    """What the tables of all seats of a pipeline stand on: one frame, in which ops split the batch alike."""
+class MicrobatchTables:
+    """The tables of all pipeline ranks, built from one search context, in which ops split the batch alike."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: Training, limits: Limits, names: tuple[str, str],
-        *, recompute: bool = True, local: bool = False, like: Frame | None = None,
+        self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, limits: Limits, names: tuple[str, str],
+        *, recompute: bool = True, local: bool = False, like: SearchContext | None = None,
     ) -> None:  # fmt: skip
-        """`local`: the graph is that of one microbatch. `like`: the frame of a flat search."""
+        """`local`: the graph is that of one microbatch. `like`: the context of a flat search."""
         self.local = local
-        self.facts, self.cluster, self.training, self.names = facts, cluster, training, names
-        self.picks = over_time(facts, names[0])
+        self.analysis, self.cluster, self.training, self.names = analysis, cluster, training, names
+        self.picks = over_time(analysis, names[0])
         demands = dict(limits.demands)
         for op, pick in self.picks.items():
-            demands[op] = (*demands.get(op, ()), Demand((pick,), names[0]))
+            demands[op] = (*demands.get(op, ()), ChoiceDemand((pick,), names[0]))
         self.limits = replace(limits, demands=demands)
-        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute, like=like)
+        self.context = SearchContext(analysis, cluster, training, self.limits, recompute=recompute, like=like)
         self._untimed = {
-            op: tuple(demand for demand in held if demand.axis != names[0]) for op, held in self.limits.demands.items()
+            op: tuple(demand for demand in demanded if demand.axis != names[0])
+            for op, demanded in self.limits.demands.items()
         }
-        self._axes = {demand.axis for held in self.limits.demands.values() for demand in held}
+        self._axes = {demand.axis for demanded in self.limits.demands.values() for demand in demanded}
         self._known: dict[tuple[object, ...], Tables | None] = {}
-        self._parameters: dict[tuple[object, ...], Parameters] = {}
-        self.kinds = SeatKinds(cluster)
+        self._parameters: dict[tuple[object, ...], ParameterBounds] = {}
+        self.kinds = RankKinds(cluster)
         self._prices: Known = {}
-        self._homes: dict[tuple[object, ...], dict[tuple[object, ...], Homes]] = {}
-        self._like: dict[tuple[object, ...], Spaces] = {}
+        self._storage_options: dict[tuple[object, ...], dict[tuple[object, ...], StorageOptions]] = {}
+        self._like: dict[tuple[object, ...], ChoiceSpaces] = {}
 
-    def parameters(self, seat: Seat, microbatches: int) -> Parameters:
-        """What all parameters take on a seat; microbatches, if there are several, may be any number of them."""
-        key = (self.kinds.of(seat), microbatches > 1)
+    def parameters(self, pp_rank: RankDevices, microbatches: int) -> ParameterBounds:
+        """Bounds of all parameters on a pipeline rank; any number of microbatches above 1 has the same."""
+        key = (self.kinds.of(pp_rank), microbatches > 1)
         if key not in self._parameters:
-            skeleton, homes = self.frame.plain, list[Homes]()
-            spaces = self._spaces(skeleton, seat, microbatches)
+            skeleton, storage_options = self.context.plain, list[StorageOptions]()
+            spaces = self._spaces(skeleton, pp_rank, microbatches)
             if spaces is not None:
-                homes = homes_of(skeleton, spaces, self._storing(seat, spaces, microbatches))
-            self._parameters[key] = Parameters(skeleton, homes, self.cluster.overlap)
+                storage_options = storage_options_of(skeleton, spaces, self._storing(pp_rank, spaces, microbatches))
+            self._parameters[key] = ParameterBounds(skeleton, storage_options, self.cluster.overlap)
         return self._parameters[key]
 
-    def tables(self, seat: Seat, microbatches: int, *, again: bool = False) -> Tables | None:
-        """The numbers of a seat; `again`: with layers that may be recomputed. None if an op has no way."""
-        key = (self.kinds.of(seat), microbatches, again)
+    def tables(self, pp_rank: RankDevices, microbatches: int, *, recomputing: bool = False) -> Tables | None:
+        """The tables of a rank; `recomputing`: with activation checkpointing. None if an op has no choice."""
+        key = (self.kinds.of(pp_rank), microbatches, recomputing)
         if key not in self._known:
-            self._known[key] = self._make(seat, microbatches, again)
+            self._known[key] = self._make(pp_rank, microbatches, recomputing)
         return self._known[key]
 
-    def _make(self, seat: Seat, microbatches: int, again: bool) -> Tables | None:
-        skeleton = self.frame.recomputing if again else self.frame.plain
-        if again:
-            like = self.tables(seat, microbatches)
+    def _make(self, pp_rank: RankDevices, microbatches: int, recomputing: bool) -> Tables | None:
+        skeleton = self.context.recomputing if recomputing else self.context.plain
+        if recomputing:
+            like = self.tables(pp_rank, microbatches)
             return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
-        return self._plain(skeleton, seat, microbatches)
+        return self._plain(skeleton, pp_rank, microbatches)
 
-    def _plain(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Tables | None:
-        spaces = self._spaces(skeleton, seat, microbatches)
+    def _plain(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> Tables | None:
+        spaces = self._spaces(skeleton, pp_rank, microbatches)
         try:
             if spaces is None or not all(spaces.of(kind).size for kind in range(len(skeleton.kinds.first))):
                 return None
         except PlanError:
             return None
-        rows = tuple(name for name in self.names[:1] if name in spaces.mesh.names)  # outputs are joined by the loop
-        return Tables(skeleton, spaces, self._storing(seat, spaces, microbatches), rows)
+        outer_axes = tuple(
+            name for name in self.names[:1] if name in spaces.mesh.names
+        )  # outputs are joined by the loop
+        return Tables(skeleton, spaces, self._storing(pp_rank, spaces, microbatches), outer_axes)
 
-    def _storing(self, seat: Seat, spaces: Spaces, microbatches: int) -> TimedStoring:
-        known = self._homes.setdefault((self.kinds.of(seat), microbatches > 1), {})
-        return TimedStoring(spaces, microbatches, self.limits.most, known)
+    def _storing(self, pp_rank: RankDevices, spaces: ChoiceSpaces, microbatches: int) -> PipelineStoragePricing:
+        known = self._storage_options.setdefault((self.kinds.of(pp_rank), microbatches > 1), {})
+        return PipelineStoragePricing(spaces, microbatches, self.limits.most, known)
 
-    def _spaces(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Spaces | None:
-        moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches, self._prices)
+    def _spaces(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> ChoiceSpaces | None:
+        moves = MicrobatchReshardPrices(pp_rank, self.cluster, 1 if self.local else microbatches, self._prices)
         demands = self.limits.demands if self.names[0] in moves.mesh.names else self._untimed
         if not self._axes <= {None, self.names[0], *moves.mesh.names}:
-            return None  # something is asked of an axis that the seat does not have
+            return None  # something is required of an axis that the pipeline rank does not have
         key = (moves.mesh.axes, moves.device)
-        spaces = Spaces(
+        spaces = ChoiceSpaces(
             skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
             like=self._like.get(key),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A pipeline that is tried: seats, microbatches, a schedule and cuts, and how long a step of it takes."""
+"""A pipeline that is tried: pipeline ranks, microbatches, a schedule and cuts, and its step time."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...schedule import Edge, Kind, Run, Times, in_flight, kind_named, simulate
-from .front import Way
-from .seats import Seat
-from .stage import Stage
+from ...schedule import ScheduleKind, SimulatedRun, StageEdge, StageTimes, in_flight, schedule_kind, simulate
+from .front import StageSolution
+from .ranks import RankDevices
+from .stage import StageCost
 
-Mix = tuple[tuple[Way, float], ...]
-"""Ways, and the part of each."""
+Mix = tuple[tuple[StageSolution, float], ...]
+"""Solutions, and the share of each."""
 
 LONG = 6
-"""Microbatches a segment that are simulated; each of the rest takes as long as the slowest seat needs for one."""
+"""Microbatches per segment that are simulated; each of the rest takes as long as the slowest rank needs for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PipelineTrial:
     """One pipeline.
 
-    parts      the stage of each segment, in the order of the line
+    parts      the stage of each segment, in the order of the graph
     bounds     the blocks at which segments begin, and the end
     links      seconds that a microbatch's values take to enter each segment but the first
     """
 
-    seats: tuple[Seat, ...]
+    pp_ranks: tuple[RankDevices, ...]
     microbatches: int
     schedule: str
-    parts: tuple[Stage, ...]
+    parts: tuple[StageCost, ...]
     mixes: tuple[Mix, ...]
     bounds: tuple[int, ...]
     links: tuple[float, ...]
@@ -39,86 +39,88 @@ class Trial:
     bubble: float
 
     @property
-    def kind(self) -> Kind:
-        return kind_named(self.schedule)
+    def kind(self) -> ScheduleKind:
+        return schedule_kind(self.schedule)
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The seat of each segment."""
-        return tuple(seat for (seat,) in self.kind.holders(len(self.seats)))
+        """The pipeline rank of each segment."""
+        return tuple(pp_rank for (pp_rank,) in self.kind.holders(len(self.pp_ranks)))
 
-    def of_seat(self, seat: int) -> list[int]:
-        """The segments of a seat."""
-        return [part for part, held in enumerate(self.holders) if held == seat]
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The segments of a pipeline rank."""
+        return [part for part, holder in enumerate(self.holders) if holder == pp_rank]
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each seat computes for a microbatch."""
+        """Compute seconds of a microbatch on each pipeline rank."""
         return tuple(
-            sum(self.parts[part].forward + self.parts[part].backward for part in self.of_seat(seat))
-            for seat in range(len(self.seats))
+            sum(self.parts[part].forward + self.parts[part].backward for part in self.stages_of(pp_rank))
+            for pp_rank in range(len(self.pp_ranks))
         )
 
     @property
     def balance(self) -> float:
-        """How much longer the slowest seat computes than the mean of all."""
+        """How much longer the slowest pipeline rank computes than the mean."""
         return max(self.busy) * len(self.busy) / sum(self.busy)
 
-    def memory(self, seat: int) -> float:
-        """Bytes of a device of a seat that are stored or kept."""
-        flight = flights(self.schedule, len(self.seats), self.microbatches)[seat]
-        own = [self.parts[part] for part in self.of_seat(seat)]
-        return sum(part.stored + flight / len(own) * part.kept for part in own)
+    def memory(self, pp_rank: int) -> float:
+        """Bytes stored or saved for backward on a device of a pipeline rank."""
+        flight = flights(self.schedule, len(self.pp_ranks), self.microbatches)[pp_rank]
+        own = [self.parts[part] for part in self.stages_of(pp_rank)]
+        return sum(part.stored + flight / len(own) * part.saved for part in own)
 
     def __str__(self) -> str:
-        return self.said({})
+        return self.describe({})
 
-    def said(self, names: Mapping[str, str]) -> str:
-        """In words, with axes under these names."""
-        first = self.seats[0]
+    def describe(self, names: Mapping[str, str]) -> str:
+        """As text, with axes under these names."""
+        first = self.pp_ranks[0]
         sizes = zip(first.names, (first.data, first.inner), strict=True)
         inside = " x ".join(f"{names.get(name, name)}={size}" for name, size in sizes if size > 1)
-        counts = [len(seat.devices) for seat in self.seats]
+        counts = [len(pp_rank.devices) for pp_rank in self.pp_ranks]
         alike = f"of {counts[0]}" if len(set(counts)) == 1 else f"of {'+'.join(map(str, counts))}"
-        stages = f"{len(self.seats)} stages {alike}" if len(self.seats) > 1 else "one stage"
+        stages = f"{len(self.pp_ranks)} stages {alike}" if len(self.pp_ranks) > 1 else "one stage"
         parts = f"{self.microbatches} microbatches" if self.microbatches > 1 else "no microbatches"
         return f"{stages}{f' ({inside})' if inside else ''}, {parts}, {self.schedule}"
 
 
 @lru_cache(maxsize=4096)
-def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
-    """For each seat the most microbatches of segments that it keeps at once."""
-    if seats == 1:
+def flights(schedule: str, pp_ranks: int, microbatches: int) -> tuple[float, ...]:
+    """For each pipeline rank the most microbatches of segments in flight at once."""
+    if pp_ranks == 1:
         return (1.0,)
-    kind, some = kind_named(schedule), min(microbatches, 3 * seats)
+    kind, some = schedule_kind(schedule), min(microbatches, 3 * pp_ranks)
     if kind.name == "1f1b":
-        return tuple(float(min(some, seats - seat)) for seat in range(seats))
+        return tuple(float(min(some, pp_ranks - pp_rank)) for pp_rank in range(pp_ranks))
     if kind.name == "zb":
-        return (float(min(some, seats)),) * seats
+        return (float(min(some, pp_ranks)),) * pp_ranks
     if kind.name == "zbv":
-        return tuple(float(min(2 * some, 2 * seats, some + 1 + seat)) for seat in range(seats))
+        return tuple(float(min(2 * some, 2 * pp_ranks, some + 1 + pp_rank)) for pp_rank in range(pp_ranks))
     if kind.name.startswith("interleaved"):
-        first = -(-some // max(1, some // seats))  # microbatches of the first round
+        first = -(-some // max(1, some // pp_ranks))  # microbatches of the first round
         before = (kind.segments - 1) * first + 1
-        return tuple(float(min(kind.segments * some, 2 * (seats - seat - 1) + before)) for seat in range(seats))
-    return in_flight(kind.make(seats, some))
+        return tuple(
+            float(min(kind.segments * some, 2 * (pp_ranks - pp_rank - 1) + before)) for pp_rank in range(pp_ranks)
+        )
+    return in_flight(kind.make(pp_ranks, some))
 
 
 def run_of(
-    schedule: str, seats: int, microbatches: int, parts: Sequence[Stage], links: Sequence[float]
-) -> tuple[Run, float]:
+    schedule: str, pp_ranks: int, microbatches: int, parts: Sequence[StageCost], links: Sequence[float]
+) -> tuple[SimulatedRun, float]:
     """The simulated run of a schedule, and its seconds for all microbatches."""
-    kind = kind_named(schedule)
-    some = min(microbatches, max(LONG * seats * kind.segments, 32))
+    kind = schedule_kind(schedule)
+    some = min(microbatches, max(LONG * pp_ranks * kind.segments, 32))
     apart = schedule.startswith("zb")
     times = [
-        Times(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
+        StageTimes(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
         for part in parts
     ]
-    edges = [Edge(at, at + 1, link, link) for at, link in enumerate(links)]
-    run = simulate(kind.make(seats, some), times, edges)
-    holders = kind.holders(seats)
-    busy = [0.0] * seats
-    for part, (seat,) in zip(parts, holders, strict=True):
-        busy[seat] += part.forward + part.backward
+    edges = [StageEdge(at, at + 1, link, link) for at, link in enumerate(links)]
+    run = simulate(kind.make(pp_ranks, some), times, edges)
+    holders = kind.holders(pp_ranks)
+    busy = [0.0] * pp_ranks
+    for part, (pp_rank,) in zip(parts, holders, strict=True):
+        busy[pp_rank] += part.forward + part.backward
     return run, run.total + (microbatches - some) * max(busy)

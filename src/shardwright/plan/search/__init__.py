@@ -1,7 +1,7 @@
 """The exact search of the planner, on an abstract problem of variables and factors."""
 
 from .ilp import solve_ilp
-from .problem import Factor, Problem, Solution
+from .problem import CostFactor, Problem, Solution
 from .solve import least_memory, relax, solve
 
-__all__ = ["Factor", "Problem", "Solution", "least_memory", "relax", "solve", "solve_ilp"]
+__all__ = ["CostFactor", "Problem", "Solution", "least_memory", "relax", "solve", "solve_ilp"]

@@ -170,6 +170,6 @@ class Dual:
             row = np.zeros((1, dims + 1))
             row[0, -1] = 1.0
             rows, right = np.concatenate([rows, row]), np.append(right, 1e6)
-        found = maximise(np.eye(dims + 1)[0], rows, right)
-        assert found is not None, "every coordinate has a row that binds it"
-        return floor + unit * float(found[0]), found[1:] / size
+        solution = maximise(np.eye(dims + 1)[0], rows, right)
+        assert solution is not None, "every coordinate has a row that binds it"
+        return floor + unit * float(solution[0]), solution[1:] / size

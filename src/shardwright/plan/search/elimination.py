@@ -3,7 +3,7 @@
     leaf       T_f[x] = table_f[x] . w                                                        Elimination.run
     step       T_new[x on the rest] = min over x_v of the sum of all tables that contain v     Step.lowest
     value      min over x of w . r(x) = the sum of the tables that have no variables left      Run.value
-    states     backwards: x_v = the argmin of its step at the states of the rest               Run.walk
+    states     backwards: x_v = the argmin of its step at the states of the rest               EliminationRun.walk
 
 A step is known by its input tables and by how their variables coincide, so the steps of equal layers are one step
 (hash-consing). `eliminate` finds the steps once for a problem, whatever the weights: a layer's inside is ordered once
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ...errors import PlanError
 from .order import Borders, Scope, split_variables
-from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
+from .problem import MOST_VARIABLES, FactorGroup, Floats, Ints, Problem
 
 CHUNK = 2**16  # cells of a temporary array: half a MB, which stays in the cache
 FEW_CELLS = 2**12  # of a step that needs no such care
@@ -41,7 +41,7 @@ class TooWide(PlanError):
 
 
 @dataclass(frozen=True)
-class Input:
+class StepTable:
     """A table as a step reads it: its axes in the step's order, with 1 where it lacks a variable."""
 
     node: int
@@ -54,15 +54,15 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Step:
+class EliminationStep:
     """One elimination: the variable is the first axis of `shape`, the rest are the axes of the new table."""
 
-    inputs: tuple[Input, ...]  # the smallest first, so that sums stay small as long as they can
+    inputs: tuple[StepTable, ...]  # the smallest first, so that sums stay small as long as they can
     shape: tuple[int, ...]
 
     def lowest(self, tables: Sequence[Floats], space: Floats) -> Floats:
         """The new table: the sum of the inputs, and its least over the first axis. `space` is for sums."""
-        views = [given.view(tables) for given in self.inputs]
+        views = [operand.view(tables) for operand in self.inputs]
         states, rest = self.shape[0], self.shape[1:]
         cells = math.prod(rest)
         if cells * states <= FEW_CELLS:
@@ -81,12 +81,12 @@ class Step:
 
     def costs(self, tables: Sequence[Floats], rest: Ints) -> Floats:
         """For each row of states of the rest what each state of the variable costs: [state, row]."""
-        found = []
-        for given in self.inputs:
-            places = [rest[:, i] if size > 1 else 0 for i, size in enumerate(given.shape[1:])]
-            costs: Floats = given.view(tables)[(slice(None), *places)]
-            found.append(costs if costs.ndim == 2 else costs[:, None])
-        return add(found)
+        columns = []
+        for operand in self.inputs:
+            places = [rest[:, i] if size > 1 else 0 for i, size in enumerate(operand.shape[1:])]
+            costs: Floats = operand.view(tables)[(slice(None), *places)]
+            columns.append(costs if costs.ndim == 2 else costs[:, None])
+        return add(columns)
 
 
 def add(arrays: Sequence[Floats]) -> Floats:
@@ -109,8 +109,8 @@ def add_into(arrays: Sequence[Floats], into: Floats) -> Floats:
 class Elimination:
     """All steps of a problem in order. Tables are numbered: first the leaves, one for each group, then the steps."""
 
-    groups: tuple[Group, ...]
-    steps: tuple[Step, ...]
+    groups: tuple[FactorGroup, ...]
+    steps: tuple[EliminationStep, ...]
     rows: tuple[Ints, ...]  # for each step the places where it is taken: [place, (variable, *the rest)]
     roots: tuple[tuple[int, int], ...]  # tables without variables, and how often each counts
     variables: int
@@ -133,7 +133,7 @@ class Elimination:
 
         An order is right for any sizes, and may only be slower than one that was made for them.
         """
-        groups = tuple(Group(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
+        groups = tuple(FactorGroup(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
         steps = self.steps
         if any(new.shape != old.table.shape for new, old in zip(tables, self.groups, strict=True)):
             steps = _resized(self.steps, [table.shape[:-1] for table in tables])
@@ -142,10 +142,10 @@ class Elimination:
     def fitting(self, tables: Sequence[Floats]) -> Elimination | None:
         """`with_tables`, or None where an order of its own is worth its while."""
         try:
-            found = self.with_tables(tables)
+            elimination = self.with_tables(tables)
         except TooWide:
             return None
-        return found if found.work <= max(LITTLE_WORK, MUCH_MORE * self.work) else None
+        return elimination if elimination.work <= max(LITTLE_WORK, MUCH_MORE * self.work) else None
 
     def least(self, weights: Floats) -> tuple[float, Ints]:
         """The least value at these weights, and the states that attain it."""
@@ -155,7 +155,7 @@ class Elimination:
             self.known[key] = run.value, run.walk()
         return self.known[key]
 
-    def run(self, weights: Floats) -> Run:
+    def run(self, weights: Floats) -> EliminationRun:
         """All tables for these weights."""
         cells = np.einsum("ck,k->c", self.leaves, weights)  # by one thread: more are in each other's way here
         cells[self.forbidden] = np.inf
@@ -168,11 +168,11 @@ class Elimination:
         space = np.empty(CHUNK)
         for step in self.steps:
             tables.append(step.lowest(tables, space))
-        return Run(self, tables)
+        return EliminationRun(self, tables)
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class EliminationRun:
     """The tables of an elimination for some weights."""
 
     elimination: Elimination
@@ -197,11 +197,11 @@ def eliminate(problem: Problem) -> Elimination:
     """The steps of this problem, or TooWide."""
     first = problem.first or problem
     if first not in _KNOWN:
-        _KNOWN[first] = _like(first) or _made(first)
+        _KNOWN[first] = _like(first) or _build(first)
     return _KNOWN[first]
 
 
-def _made(problem: Problem) -> Elimination:
+def _build(problem: Problem) -> Elimination:
     try:
         return _by_layers(problem)
     except TooWide:
@@ -221,14 +221,14 @@ class _Steps:
         self.problem = problem
         self.shapes: list[tuple[int, ...]] = [group.table.shape[:-1] for group in problem.groups]
         self.known: dict[tuple[tuple[int, Scope], ...], int] = {}
-        self.steps: list[Step] = []
+        self.steps: list[EliminationStep] = []
         self.rows: list[list[Ints]] = []
         self.work = 0
 
-    def take(self, sizes: Sequence[int], variable: int, rest: Scope, given: Sequence[tuple[int, Scope]]) -> int:
+    def take(self, sizes: Sequence[int], variable: int, rest: Scope, operands: Sequence[tuple[int, Scope]]) -> int:
         """The table that is left when the variable is eliminated from the given tables."""
         place = {v: i for i, v in enumerate((variable, *rest))}
-        key = tuple(sorted((node, tuple(place[v] for v in scope)) for node, scope in given))
+        key = tuple(sorted((node, tuple(place[v] for v in scope)) for node, scope in operands))
         if key not in self.known:
             shape = tuple(sizes[v] for v in (variable, *rest))
             self.work += math.prod(shape)
@@ -251,21 +251,21 @@ class _Steps:
         return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), **leaves)
 
 
-def _resized(steps: Sequence[Step], shapes: list[tuple[int, ...]]) -> tuple[Step, ...]:
+def _resized(steps: Sequence[EliminationStep], shapes: list[tuple[int, ...]]) -> tuple[EliminationStep, ...]:
     """Steps on leaves of other shapes, to which those of the steps' own tables are added."""
-    found, work = [], 0
+    resized, work = [], 0
     for step in steps:
         sizes = [1] * len(step.shape)
-        for given in step.inputs:
-            for place, size in zip(given.places, shapes[given.node], strict=True):
+        for operand in step.inputs:
+            for place, size in zip(operand.places, shapes[operand.node], strict=True):
                 sizes[place] = size
         shape = tuple(sizes)
         work += math.prod(shape)
         _check_width(shape, work)
-        inputs = [_input(given.node, given.places, shape) for given in step.inputs] if shape != step.shape else ()
-        found.append(_step(inputs, shape) if inputs else step)
+        inputs = [_input(operand.node, operand.places, shape) for operand in step.inputs] if shape != step.shape else ()
+        resized.append(_step(inputs, shape) if inputs else step)
         shapes.append(shape[1:])
-    return tuple(found)
+    return tuple(resized)
 
 
 def _check_width(shape: tuple[int, ...], work: int) -> None:
@@ -275,11 +275,11 @@ def _check_width(shape: tuple[int, ...], work: int) -> None:
         raise TooWide(f"a table over {len(shape) - 1} variables would have {cells:,} cells")
 
 
-def _step(inputs: Iterable[Input], shape: tuple[int, ...]) -> Step:
-    return Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape)
+def _step(inputs: Iterable[StepTable], shape: tuple[int, ...]) -> EliminationStep:
+    return EliminationStep(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape)
 
 
-def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:
+def _leaves(groups: Sequence[FactorGroup], kinds: int) -> dict[str, Any]:
     """All cells of all tables, and which of them are forbidden."""
     leaves = np.concatenate([np.zeros((0, kinds)), *(group.table.reshape(-1, kinds) for group in groups)])
     forbidden = np.isinf(leaves[:, 0])
@@ -287,9 +287,9 @@ def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:
     return {"leaves": leaves, "forbidden": forbidden}
 
 
-def _input(node: int, places: Scope, shape: tuple[int, ...]) -> Input:
+def _input(node: int, places: Scope, shape: tuple[int, ...]) -> StepTable:
     axes = tuple(sorted(range(len(places)), key=lambda axis: places[axis]))
-    return Input(node, places, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
+    return StepTable(node, places, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
 
 
 def _at_large(problem: Problem) -> Elimination:
@@ -329,12 +329,12 @@ def _follow(
     borders: Borders,
     order: Iterator[int],
     sizes: Sequence[int],
-    given: Sequence[tuple[int, Scope]],
+    operands: Sequence[tuple[int, Scope]],
     names: Ints,
 ) -> list[tuple[int, Scope]]:
     """Take the steps of an order, in all copies at once (a row of names each); the tables that are left."""
-    tables = dict(enumerate(given))
-    for number, v in enumerate(order, start=len(given)):
+    tables = dict(enumerate(operands))
+    for number, v in enumerate(order, start=len(operands)):
         gone, rest = borders.eliminate(v, number)
         node = steps.take(sizes, v, rest, [tables.pop(each) for each in gone])
         steps.mark(node, names[:, (v, *rest)])

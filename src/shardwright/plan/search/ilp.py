@@ -69,9 +69,9 @@ def solve_ilp(
         return Solution(None, None, math.inf, math.inf, bound, False, least, True)
     point = problem.point(programme.states(np.array(solver.getSolution().col_value)))
     exact = point.time <= bound + 1e-6 * abs(bound)
-    found = tuple(point.states.tolist())
+    states = tuple(point.states.tolist())
     bound = min(bound, point.time)
-    return Solution(found, point.resources, point.time, point.memory, bound, exact, least, bool(stopped))
+    return Solution(states, point.resources, point.time, point.memory, bound, exact, least, bool(stopped))
 
 
 def _load(because: str) -> Any:
@@ -146,9 +146,9 @@ class _Programme:
         lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum([len(row[2]) for row in rows])])
         lp.a_matrix_.index_ = np.concatenate([row[2] for row in rows])
         lp.a_matrix_.value_ = np.concatenate([row[3] for row in rows])
-        whole, real = highs.HighsVarType.kInteger, highs.HighsVarType.kContinuous
+        integer, real = highs.HighsVarType.kInteger, highs.HighsVarType.kContinuous
         choices = int(self.first[-1])
-        lp.integrality_ = [whole] * choices + [real] * (self.columns + phases - choices)
+        lp.integrality_ = [integer] * choices + [real] * (self.columns + phases - choices)
         return lp
 
     def states(self, columns: Floats) -> Ints:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .problem import Factor, Ints, Point, Problem
+from .problem import CostFactor, Ints, Point, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +27,15 @@ class Narrow:
 
 def narrow(problem: Problem, points: Sequence[Point]) -> Narrow:
     """The problem of mixing these points."""
-    kept = [np.unique(column) for column in np.array([point.states for point in points]).T]
+    used_states = [np.unique(column) for column in np.array([point.states for point in points]).T]
     numbers: dict[bytes, int] = {}
-    kind = np.array([numbers.setdefault(left.tobytes(), len(numbers)) for left in kept], dtype=np.intp)
+    kind = np.array([numbers.setdefault(left.tobytes(), len(numbers)) for left in used_states], dtype=np.intp)
     factors = []
     for group in problem.groups:
         _, first, same = np.unique(kind[group.rows], axis=0, return_index=True, return_inverse=True)
-        tables = [group.table[np.ix_(*(kept[v] for v in group.rows[at]))] for at in first]
+        tables = [group.table[np.ix_(*(used_states[v] for v in group.rows[at]))] for at in first]
         rows = zip(group.rows.tolist(), same.reshape(-1).tolist(), strict=True)
-        factors += [Factor(tuple(row), tables[number]) for row, number in rows]
-    sizes = tuple(len(left) for left in kept)
+        factors += [CostFactor(tuple(row), tables[number]) for row, number in rows]
+    sizes = tuple(len(left) for left in used_states)
     blocks, phases = problem.blocks, problem.phases
-    return Narrow(Problem(sizes, tuple(factors), blocks, phases, problem.memory, problem.limit), kept)
+    return Narrow(Problem(sizes, tuple(factors), blocks, phases, problem.memory, problem.limit), used_states)

@@ -33,13 +33,13 @@ Scope = tuple[int, ...]
 def split_variables(problem: Problem) -> NDArray[np.bool_]:
     """Which variables lie inside of a layer: all that they touch is in their layer, in a border, or a hub."""
     _, blocks = np.unique(np.array(problem.blocks, dtype=np.intp), return_inverse=True)
-    one, other = _pairs(problem)
-    hub = _layers_touched(one, blocks[other], len(problem.sizes)) > HUB
-    near = ~hub[one] & ~hub[other]
+    first, second = _pairs(problem)
+    hub = _layers_touched(first, blocks[second], len(problem.sizes)) > HUB
+    near = ~hub[first] & ~hub[second]
     sides = []
-    for crossing in (near & (blocks[one] < blocks[other]), near & (blocks[one] > blocks[other])):
+    for crossing in (near & (blocks[first] < blocks[second]), near & (blocks[first] > blocks[second])):
         keep = np.zeros(len(blocks), dtype=bool)
-        keep[one[crossing]] = True
+        keep[first[crossing]] = True
         width = np.bincount(blocks[keep], weights=np.log(np.array(problem.sizes)[keep]), minlength=1)
         sides.append((float(width.max()), keep))
     keep = min(sides, key=lambda side: side[0])[1]
@@ -48,12 +48,12 @@ def split_variables(problem: Problem) -> NDArray[np.bool_]:
 
 def _pairs(problem: Problem) -> tuple[Ints, Ints]:
     """All pairs of variables that share a factor, both ways around."""
-    one, other = [np.zeros(0, dtype=np.intp)], [np.zeros(0, dtype=np.intp)]
+    first, second = [np.zeros(0, dtype=np.intp)], [np.zeros(0, dtype=np.intp)]
     for group in problem.groups:
         for i, j in permutations(range(group.rows.shape[1]), 2):
-            one.append(group.rows[:, i])
-            other.append(group.rows[:, j])
-    return np.concatenate(one), np.concatenate(other)
+            first.append(group.rows[:, i])
+            second.append(group.rows[:, j])
+    return np.concatenate(first), np.concatenate(second)
 
 
 def _layers_touched(variables: Ints, blocks: Ints, count: int) -> Ints:
@@ -92,10 +92,10 @@ class Borders:
                 yield self._pop()
                 continue
             few = min(len(self.around[v]) for v in self.small) + 1
-            taken: set[int] = set()
+            blocked: set[int] = set()
             for v in sorted(self.small, key=lambda v: (len(self.around[v]), v)):
-                if len(self.around[v]) <= few and v not in taken:
-                    taken |= self.around[v]
+                if len(self.around[v]) <= few and v not in blocked:
+                    blocked |= self.around[v]
                     yield v
 
     def eliminate(self, v: int, table: int) -> tuple[list[int], Scope]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ...errors import PlanError
 from .dual import Dual
-from .elimination import Elimination, Step, add
+from .elimination import Elimination, EliminationStep, add
 from .problem import ROUNDING, Floats, Ints, Point, Problem
 
 MOST_CELLS = 2**23  # of a step
@@ -48,7 +48,7 @@ class Stopped(PlanError):
 
 
 @dataclass(frozen=True, eq=False)
-class Front:
+class ParetoFront:
     """The vectors of a table's cells, those of one cell next to each other."""
 
     start: Ints  # for each cell its first vector; one more at the end
@@ -78,7 +78,7 @@ class _Forms:
         return total
 
 
-class Fronts:
+class ParetoSearch:
     """The search for a problem at the best weights of its dual, for one gap after the other."""
 
     def __init__(self, dual: Dual) -> None:
@@ -111,7 +111,7 @@ class Fronts:
             self.expand(step)
         return self._best_point()
 
-    def _leaves(self) -> list[Front]:
+    def _leaves(self) -> list[ParetoFront]:
         """One vector for each cell, rounded to the grid; forbidden cells are never asked for."""
         values = self.elimination.leaves @ self.forms.rows.T
         groups = self.elimination.groups
@@ -121,11 +121,11 @@ class Fronts:
         grid = 2.0 ** (np.ceil(np.log2(np.maximum(most, 1e-300))) - EXACT_BITS)
         none = np.zeros(0, dtype=np.intp)
         return [  # their detours are not asked for: a step looks at its own first
-            Front(np.arange(n + 1), np.round(part / grid) * grid, np.zeros(n), none, none)
+            ParetoFront(np.arange(n + 1), np.round(part / grid) * grid, np.zeros(n), none, none)
             for n, part in zip(lengths, parts, strict=True)
         ]
 
-    def expand(self, step: Step) -> None:
+    def expand(self, step: EliminationStep) -> None:
         """The front of the next step."""
         tables, node = self.tables, len(self.fronts)
         above = _above(step, tables, tables[node])
@@ -134,10 +134,10 @@ class Fronts:
         allowed = self.gap - np.broadcast_to(self.detours[node], step.shape)[cells]
         values = np.zeros((len(which), len(self.forms.rows)))
         origins: list[Ints] = []
-        for given in step.inputs:
-            front = self.fronts[given.node]
-            shape = tables[given.node].shape
-            cell = np.ravel_multi_index([cells[place] for place in given.places], shape)[which]
+        for operand in step.inputs:
+            front = self.fronts[operand.node]
+            shape = tables[operand.node].shape
+            cell = np.ravel_multi_index([cells[place] for place in operand.places], shape)[which]
             again, vector = self._join(front, np.asarray(cell))
             total = excess[again] + front.excess[vector]
             keep = total <= allowed[which[again]]
@@ -147,12 +147,12 @@ class Fronts:
             origins = [*(origin[again] for origin in origins), vector]
         rest = cells[1:]
         out = np.ravel_multi_index(rest, step.shape[1:])[which] if rest else np.zeros(len(which), dtype=np.intp)
-        kept = self._keep(np.asarray(out), values)
-        start = np.searchsorted(out[kept], np.arange(tables[node].size + 1))
-        origin = np.stack([each[kept] for each in origins], axis=1)
-        self.fronts.append(Front(start, values[kept], excess[kept], cells[0][which[kept]], origin))
+        best = self._keep(np.asarray(out), values)
+        start = np.searchsorted(out[best], np.arange(tables[node].size + 1))
+        origin = np.stack([each[best] for each in origins], axis=1)
+        self.fronts.append(ParetoFront(start, values[best], excess[best], cells[0][which[best]], origin))
 
-    def _join(self, front: Front, cell: Ints) -> tuple[Ints, Ints]:
+    def _join(self, front: ParetoFront, cell: Ints) -> tuple[Ints, Ints]:
         """Pair each row with every vector of its cell: the rows' numbers, and the vectors'."""
         counts = front.start[cell + 1] - front.start[cell]
         self.rows += int(counts.sum())
@@ -163,9 +163,9 @@ class Fronts:
         return again, front.start[cell][again] + within
 
     def _keep(self, group: Ints, values: Floats) -> Ints:
-        kept, compared = nondominated(group, values, self.most_compared - self.compared)
+        best, compared = nondominated(group, values, self.most_compared - self.compared)
         self.compared += compared
-        return kept if self.thin is None else kept[spread(group[kept], self.thin)]
+        return best if self.thin is None else best[spread(group[best], self.thin)]
 
     def _best_point(self) -> Point | None:
         """The best vector of all parts together that fits, as states."""
@@ -178,9 +178,9 @@ class Fronts:
                 total = excess[before] + front.excess[vector]
                 keep = total <= self.gap
                 values = values[before[keep]] + front.values[vector[keep]]
-                kept = self._keep(np.zeros(len(values), dtype=np.intp), values)
-                values, excess = values[kept], total[keep][kept]
-                trail.append((node, place, before[keep][kept], vector[keep][kept]))
+                best = self._keep(np.zeros(len(values), dtype=np.intp), values)
+                values, excess = values[best], total[keep][best]
+                trail.append((node, place, before[keep][best], vector[keep][best]))
         fits = self.problem.fits(values[:, -1]) if self.limited else np.ones(len(values), dtype=bool)
         if not fits.any():
             return None
@@ -207,14 +207,14 @@ class Fronts:
             names = (free[node, rest].pop(), *rest)  # equal parts on equal borders may change places
             front = self.fronts[node]
             states[names[0]] = front.state[vector]
-            for given, origin in zip(self.elimination.steps[node - leaves].inputs, front.origin[vector], strict=True):
-                todo.append((given.node, tuple(names[place] for place in given.places), int(origin)))
+            for operand, origin in zip(self.elimination.steps[node - leaves].inputs, front.origin[vector], strict=True):
+                todo.append((operand.node, tuple(names[place] for place in operand.places), int(origin)))
         return states
 
 
-def _above(step: Step, tables: list[Floats], lowest: Floats) -> Floats:
+def _above(step: EliminationStep, tables: list[Floats], lowest: Floats) -> Floats:
     """How much each state of the variable is above the best, in each cell; infinite where it is forbidden."""
-    full = add([given.view(tables) for given in step.inputs])
+    full = add([operand.view(tables) for operand in step.inputs])
     return np.where(np.isfinite(full), full - np.where(np.isfinite(lowest), lowest, 0.0), np.inf)
 
 
@@ -227,11 +227,11 @@ def _detours(elimination: Elimination, tables: list[Floats]) -> list[Floats]:
     for node in range(len(tables) - 1, leaves - 1, -1):
         step = elimination.steps[node - leaves]
         through = _above(step, tables, tables[node]) + detours[node]
-        for given in step.inputs:
-            others = tuple(axis for axis in range(through.ndim) if axis not in given.places)
+        for operand in step.inputs:
+            others = tuple(axis for axis in range(through.ndim) if axis not in operand.places)
             least = through.min(axis=others)  # its axes in the step's order
-            own = np.minimum(detours[given.node], least.transpose(np.argsort(given.axes)))
-            detours[given.node] = own
+            own = np.minimum(detours[operand.node], least.transpose(np.argsort(operand.axes)))
+            detours[operand.node] = own
     return detours
 
 

@@ -33,7 +33,7 @@ ROUNDING = 1e-9  # relative: what two ways to add up the same numbers may differ
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class CostFactor:
     """What some variables cost together: a table of their states, of shape (*sizes, K)."""
 
     variables: tuple[int, ...]
@@ -41,7 +41,7 @@ class Factor:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class FactorGroup:
     """All factors that share one table: a row of variables for each."""
 
     table: Floats
@@ -49,8 +49,8 @@ class Group:
 
     def look_up(self, states: Ints) -> Floats:
         """The resources of each factor at these states of all variables: [factor, K]."""
-        found: Floats = self.table[tuple(states[self.rows].T)]
-        return found
+        used: Floats = self.table[tuple(states[self.rows].T)]
+        return used
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Point:
 @dataclass(frozen=True, eq=False)
 class Problem:
     sizes: tuple[int, ...]  # how many states each variable has
-    factors: tuple[Factor, ...]
+    factors: tuple[CostFactor, ...]
     blocks: tuple[int, ...]  # the layer of each variable; layers follow each other
     phases: tuple[tuple[Floats, ...], ...]
     memory: Floats
@@ -79,22 +79,22 @@ class Problem:
 
     def within(self, limit: float) -> Problem:
         """The same with another limit: what does not depend on it is not found again."""
-        found = copy(self)
-        object.__setattr__(found, "limit", limit)
-        object.__setattr__(found, "first", self.first or self)
-        return found
+        limited = copy(self)
+        object.__setattr__(limited, "limit", limit)
+        object.__setattr__(limited, "first", self.first or self)
+        return limited
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[FactorGroup, ...]:
         if self.like is not None:
             distinct = {id(factor.table): factor.table for factor in self.factors}.values()
-            return tuple(Group(table, old.rows) for table, old in zip(distinct, self.like.groups, strict=True))
+            return tuple(FactorGroup(table, old.rows) for table, old in zip(distinct, self.like.groups, strict=True))
         tables: dict[int, Floats] = {}
         rows: dict[int, list[tuple[int, ...]]] = {}
         for factor in self.factors:
             tables[id(factor.table)] = factor.table
             rows.setdefault(id(factor.table), []).append(factor.variables)
-        return tuple(Group(tables[key], np.array(rows[key], dtype=np.intp)) for key in tables)
+        return tuple(FactorGroup(tables[key], np.array(rows[key], dtype=np.intp)) for key in tables)
 
     def time(self, resources: Floats) -> float:
         """The time of one vector of resources."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Floats, Group, Ints, Point, Problem
+from .problem import FactorGroup, Floats, Ints, Point, Problem
 
 MOST_KINDS = 256  # of switches, up to which all pairs are tried
 MOST_EXCHANGES = 200
@@ -33,8 +33,8 @@ class Switches:
 
     def flip(self, on: NDArray[np.bool_]) -> Ints:
         """The states with these components taken from the other point."""
-        taken = np.append(on, False)[self.component]
-        return np.where(taken, self.other.states, self.base.states)
+        switched = np.append(on, False)[self.component]
+        return np.where(switched, self.other.states, self.base.states)
 
 
 def recombine(problem: Problem, base: Point, other: Point, weights: Floats) -> Point | None:
@@ -60,7 +60,7 @@ def compare(problem: Problem, base: Point, other: Point) -> Switches:
     changes = np.zeros((int(component.max(initial=-1)) + 1, len(problem.memory)))
     for group, rows in zip(problem.groups, touched, strict=True):
         if len(rows):
-            some = Group(group.table, rows)
+            some = FactorGroup(group.table, rows)
             at = component[rows].max(axis=1)
             np.add.at(changes, at, some.look_up(other.states) - some.look_up(base.states))
     return Switches(base, other, component, changes)
@@ -75,10 +75,10 @@ def _components(differs: NDArray[np.bool_], touched: list[Ints]) -> Ints:
         for column in rows.T:
             real = differs[column] & (column != highest)
             edges.append(np.stack([column[real], highest[real]], axis=1))
-    one, two = np.concatenate(edges).T
-    while (label[one] != label[two]).any():
-        low = np.minimum(label[one], label[two])
-        high = np.maximum(label[one], label[two])
+    first, second = np.concatenate(edges).T
+    while (label[first] != label[second]).any():
+        low = np.minimum(label[first], label[second])
+        high = np.maximum(label[first], label[second])
         np.minimum.at(label, high, low)
         label = np.where(differs, label[label], -1)
     component = np.full(len(differs), -1, dtype=np.intp)
@@ -89,8 +89,8 @@ def _components(differs: NDArray[np.bool_], touched: list[Ints]) -> Ints:
 def choose(problem: Problem, start: Floats, changes: Floats, weights: Floats) -> NDArray[np.bool_] | None:
     """Which changes to add to the start, so that time is small within the limit. None if nothing found fits."""
     tries = [_by_rate(problem, changes, weights), (np.zeros(len(changes), dtype=bool), np.arange(len(changes)))]
-    found = [_best_prefix(problem, start, changes, on, order) for on, order in tries]
-    time, on = min(found, key=lambda each: each[0])
+    candidates = [_best_prefix(problem, start, changes, on, order) for on, order in tries]
+    time, on = min(candidates, key=lambda each: each[0])
     return None if np.isinf(time) else _exchange(problem, start, changes, on)
 
 
@@ -125,11 +125,11 @@ def _exchange(problem: Problem, start: Floats, changes: Floats, on: NDArray[np.b
         firsts = np.unique(kind * 2 + on, return_index=True)[1]  # one switch for each kind and position
         flips = np.where(on[firsts], -1.0, 1.0)[:, None] * changes[firsts]
         count = len(firsts)
-        one, two = np.triu_indices(count) if count <= MOST_KINDS else (np.arange(count), np.arange(count))
-        moved = now + flips[one] + np.where((one != two)[:, None], flips[two], 0.0)
+        first, second = np.triu_indices(count) if count <= MOST_KINDS else (np.arange(count), np.arange(count))
+        moved = now + flips[first] + np.where((first != second)[:, None], flips[second], 0.0)
         times = np.where(problem.fits(moved @ problem.memory), problem.times(moved), np.inf)
         best = int(times.argmin())
         if not times[best] < problem.time(now) - GAIN * abs(problem.time(now)):
             break
-        on[list({int(firsts[one[best]]), int(firsts[two[best]])})] ^= True
+        on[list({int(firsts[first[best]]), int(firsts[second[best]])})] ^= True
     return on

@@ -20,7 +20,7 @@ from .dual import Dual
 from .elimination import TooWide, eliminate
 from .ilp import least_of_each, solve_ilp
 from .narrow import narrow
-from .pareto import Fronts, Stopped, TooMany
+from .pareto import ParetoSearch, Stopped, TooMany
 from .problem import ROUNDING, Floats, Point, Problem, Solution
 from .recombine import blend, recombine
 
@@ -72,7 +72,7 @@ def solve(
     multipliers of a solution of a problem like this one: with them the bound is good from the start. Without `exact`
     it is content with mixes of the points that were met.
     """
-    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint, exact)
+    search = _Solver(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint, exact)
     try:
         eliminate(problem)
     except TooWide as reason:
@@ -81,7 +81,7 @@ def solve(
 
 
 @dataclass(eq=False)
-class _Search:
+class _Solver:
     problem: Problem
     upper: float
     stop: Stop
@@ -135,9 +135,9 @@ class _Search:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
             self.best = point
 
-    def mix(self, dual: Dual, one: Point | None, other: Point) -> None:
-        if one is not None and one is not other and not self.near:
-            self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
+    def mix(self, dual: Dual, first: Point | None, second: Point) -> None:
+        if first is not None and first is not second and not self.near:
+            self.offer(recombine(self.problem, first, second, dual.space.of_time(dual.best)))
 
     def pool(self, dual: Dual) -> list[Point]:
         """The points that are least at the best weights, each once."""
@@ -149,20 +149,20 @@ class _Search:
     def mix_pool(self, dual: Dual) -> None:
         """Mix all pairs of the pool; while the gap is large also blends of its first, and the best point with each."""
         pool = self.pool(dual)
-        for one, other in combinations(pool, 2):
-            self.mix(dual, one, other)
-        for one, other in combinations(pool[: len(dual.best) + 1], 2):
+        for first, second in combinations(pool, 2):
+            self.mix(dual, first, second)
+        for first, second in combinations(pool[: len(dual.best) + 1], 2):
             if self.within(SMALL):
                 return
             for share in SHARES if len(dual.best) > 1 else ():  # with one multiplier two points are enough
-                blended = blend(self.problem, one, other, share)
+                blended = blend(self.problem, first, second, share)
                 for third in pool:
                     self.mix(dual, blended, third)
         before = math.inf
         while self.best is not None and self.best.time < before:
             before = self.best.time
-            for other in pool:
-                self.mix(dual, self.best, other)
+            for second in pool:
+                self.mix(dual, self.best, second)
 
     def splice(self, dual: Dual) -> None:
         """Mix the pool and the best point in every way, as far as fronts of some length show it."""
@@ -175,14 +175,14 @@ class _Search:
         gap = max(self.best.time - inside.bound, 0.0)
         for thin in THIN:
             try:
-                found = Fronts(inside).search(gap / 4, self.stop, thin)
+                front = ParetoSearch(inside).search(gap / 4, self.stop, thin)
             except TooMany:
                 continue
             except Stopped:
                 self.stopped = True
                 return
-            if found is not None:
-                self.offer(self.problem.point(small.widen(found.states)))
+            if front is not None:
+                self.offer(self.problem.point(small.widen(front.states)))
             return
 
     def search_front(self, dual: Dual) -> None:
@@ -191,7 +191,7 @@ class _Search:
         gap = (self.best.time - dual.bound) / 2**WIDER
         effort = LITTLE if self.within(SMALL) else 1.0
         try:
-            fronts = Fronts(dual)
+            fronts = ParetoSearch(dual)
             while not self.done(self.bound):
                 self.offer(fronts.search(gap, self.stop, effort=effort))
                 self.bound = min(self.best.time, dual.bound + gap)  # all that is faster would have been found

@@ -1,7 +1,16 @@
-"""Pipelines: segments on meshes, run by a list of steps, inside an ordinary training loop."""
+"""Pipelines: stages on meshes, run by a schedule, inside an ordinary training loop."""
 
-from .loop import Loop, Running
-from .parts import Crossing, How, Leaving, Pipeline, Placed
-from .ties import Ties
+from .autograd import PipelineLoop, RunningPipeline
+from .spec import How, PipelineOutput, PipelineSpec, PlacedStage, StageCrossing
+from .ties import TiedGradients
 
-__all__ = ["Crossing", "How", "Leaving", "Loop", "Pipeline", "Placed", "Running", "Ties"]
+__all__ = [
+    "How",
+    "PipelineLoop",
+    "PipelineOutput",
+    "PipelineSpec",
+    "PlacedStage",
+    "RunningPipeline",
+    "StageCrossing",
+    "TiedGradients",
+]

@@ -1,11 +1,11 @@
 """The one executor: runs a rank's script, whatever the schedule is.
 
-    F   sets the microbatch, waits for what crosses to the segment, runs its program, sends on
-    B   waits for the gradients of what crossed from it, runs backward, sends gradients on
-    W   the products for weights' gradients that a B put off
+    F   sets the microbatch, waits for what crosses to the stage, runs its program, sends its results
+    B   waits for the gradients of what crossed from it, runs backward, sends gradients back
+    W   the matmuls of weight gradients that a B deferred
     P   counts that all microbatches need, once
 
-Between an F and its B a segment keeps the leaves it got and where gradients enter, not its
+Between an F and its B a stage keeps the leaves it got and where gradients enter, not its
 outputs: autograd keeps what it needs of them itself. What is sent is sent as it is.
 """
 
@@ -24,28 +24,29 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Reduction
 from shardwright.schedule import Step, StepKind
 
-from .. import comm, journal
-from ..parameters import Untouched
-from ..stage import Stage
-from .parts import Leaving, Pipeline, Placed
-from .routes import Leg
-from .script import Message, Script, Turn
+from ..collectives import comm
+from ..faults import flight_recorder
+from ..model.program import Program
+from ..parameters.sharded import Untouched
+from .routes import Route
+from .script import ReceivedMessage, Script, ScriptStep
+from .spec import PipelineOutput, PipelineSpec, PlacedStage
 from .transport import Arrival, Transport
 
 ROOM = 2  # by how many microbatches a rank may run ahead of those it sends to, where nothing else holds it back
 
-Seed = Callable[[Leaving, int], Tensor | None]
+Seed = Callable[[PipelineOutput, int], Tensor | None]
 """The gradient of an output of the model in a microbatch, or None if none enters there."""
 
 
-class Parcel:
+class AssembledTensor:
     """A tensor that is put together here from messages."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
-        self.coming: list[tuple[Arrival, Leg, Tensor | None]] = []
+        self.coming: list[tuple[Arrival, Route, Tensor | None]] = []
 
-    def ask(self, leg: Leg, transport: Transport) -> None:
+    def ask(self, leg: Route, transport: Transport) -> None:
         """Begin to receive a part of it."""
         into = leg.straight(self.out)
         buffer = self.out.new_empty(leg.elements) if into is None else into
@@ -61,22 +62,22 @@ class Parcel:
         return self.out
 
 
-class Flight(NamedTuple):
-    """What a segment keeps of a microbatch from F to B."""
+class InFlightMicrobatch(NamedTuple):
+    """What a stage saves of a microbatch from F to B."""
 
     edges: tuple[tuple[str, GradientEdge], ...]  # where the gradients of values enter
     leaves: dict[str, Tensor]  # what crossed to it, and gets a gradient
 
 
-class Run:
+class ScheduleRun:
     """The state of one call: what is under way and what came out."""
 
     def __init__(self, inputs: Sequence[Tensor], seeded: frozenset[int] = frozenset()) -> None:
         self.inputs = inputs
         self.seeded = seeded  # the outputs of the model that may get a gradient
         self.grad = bool(seeded)
-        self.parcels: dict[tuple[StepKind, int, int], Parcel] = {}
-        self.flights: dict[tuple[int, int], Flight] = {}
+        self.parcels: dict[tuple[StepKind, int, int], AssembledTensor] = {}
+        self.flights: dict[tuple[int, int], InFlightMicrobatch] = {}
         self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of what leaves
         self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (segment, input), of inputs that want a gradient
         self.updates: dict[str, Tensor] = {}
@@ -84,24 +85,24 @@ class Run:
         self.keep = False  # backward may run again
 
     def input(self, segment: int, number: int) -> Tensor:
-        """An input of the model as a segment sees it."""
-        given = self.inputs[number]
-        if not (self.grad and given.requires_grad):
-            return given.detach()
+        """An input of the model as a stage sees it."""
+        tensor = self.inputs[number]
+        if not (self.grad and tensor.requires_grad):
+            return tensor.detach()
         if (segment, number) not in self.input_leaves:
-            self.input_leaves[segment, number] = given.detach().requires_grad_()
+            self.input_leaves[segment, number] = tensor.detach().requires_grad_()
         return self.input_leaves[segment, number]
 
 
-class Executor:
+class PipelineExecutor:
     """Runs scripts of one pipeline on one rank."""
 
-    def __init__(self, pipeline: Pipeline, rank: int, transport: Transport, device: torch.device) -> None:
+    def __init__(self, pipeline: PipelineSpec, rank: int, transport: Transport, device: torch.device) -> None:
         self.pipeline, self.rank, self.transport, self.device = pipeline, rank, transport, device
-        self._does: dict[StepKind, Callable[[Turn, Run], None]] = {
+        self._does: dict[StepKind, Callable[[ScriptStep, ScheduleRun], None]] = {
             "P": self._prologue, "F": self._forward, "B": self._backward, "W": self._weights,
         }  # fmt: skip
-        self._leaving: dict[str, list[Leaving]] = {}
+        self._leaving: dict[str, list[PipelineOutput]] = {}
         for out in pipeline.leaving:
             self._leaving.setdefault(out.value, []).append(out)
         self._wanted = self._values_with_gradient()
@@ -113,20 +114,20 @@ class Executor:
 
     def _local_shapes(self) -> dict[tuple[StepKind, int], tuple[int, ...]]:
         """Of every value that crosses to this rank, and every gradient that comes back to it."""
-        found: dict[tuple[StepKind, int], tuple[int, ...]] = {}
+        shapes: dict[tuple[StepKind, int], tuple[int, ...]] = {}
         for number, crossing in enumerate(self.pipeline.crossings):
             sides: tuple[tuple[StepKind, int, Any], ...] = (
-                ("F", crossing.taker, crossing.taken),
-                ("B", crossing.giver, crossing.given),
+                ("F", crossing.taker, crossing.target_layout),
+                ("B", crossing.giver, crossing.source_layout),
             )
             for kind, segment, layout in sides:
                 mesh = self.pipeline.placed[segment].mesh
                 if self.rank in mesh.devices:
                     shape = layout.local_shape(crossing.shape, mesh.sizes, mesh.coordinates(self.rank))
-                    found[kind, number] = shape
-        return found
+                    shapes[kind, number] = shape
+        return shapes
 
-    def run(self, script: Script, run: Run) -> None:
+    def run(self, script: Script, run: ScheduleRun) -> None:
         """Go through a script."""
         for placed in self.pipeline.placed:
             if placed.stage is not None:
@@ -135,7 +136,7 @@ class Executor:
         sent: deque[tuple[int, Arrival]] = deque()
         with Untouched():
             for turn in script.turns:
-                journal.do(turn.step)
+                flight_recorder.record_step(turn.step)
                 for message in turn.asks:
                     self._ask(message, run)
                 self._does[turn.step.kind](turn, run)
@@ -144,21 +145,21 @@ class Executor:
                 if turn.sends and script.orderly:
                     sent.append((turn.step.microbatch, self.transport.mark()))
         self.transport.flush()
-        journal.do(None)
+        flight_recorder.record_step(None)
 
     # -- steps ---------------------------------------------------------------------------
 
-    def _at(self, step: Step) -> tuple[Placed, Stage]:
-        """The segment of a step, with the clock set to its microbatch."""
+    def _at(self, step: Step) -> tuple[PlacedStage, Program]:
+        """The stage of a step, with the clock set to its microbatch."""
         placed = self.pipeline.placed[step.segment]
         if placed.stage is None:
-            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of segment {step.segment}")
+            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of stage {step.segment}")
         self.pipeline.moment.move(step.microbatch)
         placed.stage.random.microbatch = step.microbatch
         return placed, placed.stage
 
     @torch.no_grad()
-    def _prologue(self, turn: Turn, run: Run) -> None:
+    def _prologue(self, turn: ScriptStep, run: ScheduleRun) -> None:
         placed, stage = self._at(turn.step)
         inputs = [run.inputs[number] for number in placed.asks]
         every: list[tuple[Tensor, ...]] = []
@@ -166,15 +167,15 @@ class Executor:
             self._at(turn.step._replace(microbatch=microbatch))
             every.append(stage.prologue(*inputs))
         totals = [
-            _JOIN[count.op](torch.stack(found))
-            for count, found in zip(stage.counts, zip(*every, strict=True), strict=True)
+            _JOIN[count.op](torch.stack(counts))
+            for count, counts in zip(stage.counts, zip(*every, strict=True), strict=True)
         ]
         for count, total in zip(stage.counts, totals, strict=True):
             if count.over is not None:
-                total = comm.reduce(total, getattr(stage, count.over), count.op)
+                total = comm.all_reduce(total, getattr(stage, count.over), op=count.op)
             setattr(stage.known, count.name, total)
 
-    def _forward(self, turn: Turn, run: Run) -> None:
+    def _forward(self, turn: ScriptStep, run: ScheduleRun) -> None:
         step = turn.step
         placed, stage = self._at(step)
         leaves = {}
@@ -185,29 +186,29 @@ class Executor:
             leaves[crossing.value] = leaf.requires_grad_() if wants else leaf
         args = [self._input(step, take, run) if isinstance(take, int) else leaves[take] for take in placed.takes]
         outs = self._call(stage, args, run)
-        given = dict(zip(placed.gives, outs, strict=True))
+        results = dict(zip(placed.gives, outs, strict=True))
         for number, legs in turn.sends:
-            tensor = given[self.pipeline.crossings[number].value].detach()
+            tensor = results[self.pipeline.crossings[number].value].detach()
             self._expect(number, step, tensor)
             self._send("F", number, step.microbatch, legs, tensor, run)
         for value in placed.gives:
             if value in self._leaving:
-                run.outputs[value, step.microbatch] = given[value].detach()
+                run.outputs[value, step.microbatch] = results[value].detach()
         if run.grad:
-            edges = [(v, get_gradient_edge(x)) for v, x in given.items() if v in self._wanted and x.requires_grad]
-            kept = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
-            run.flights[placed.number, step.microbatch] = Flight(tuple(edges), kept)
+            edges = [(v, get_gradient_edge(x)) for v, x in results.items() if v in self._wanted and x.requires_grad]
+            trained = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
+            run.flights[placed.number, step.microbatch] = InFlightMicrobatch(tuple(edges), trained)
         self._note_updates(stage, run)
 
-    def _input(self, step: Step, number: int, run: Run) -> Tensor:
-        """An input of the model; the rows of a microbatch where each is a batch of its own."""
-        whole = run.input(step.segment, number)
+    def _input(self, step: Step, number: int, run: ScheduleRun) -> Tensor:
+        """An input of the model; the samples of a microbatch where each is a batch of its own."""
+        batch = run.input(step.segment, number)
         if not self.pipeline.rows or not self.pipeline.rows[number]:
-            return whole
-        size = whole.shape[0] // self.pipeline.microbatches
-        return whole.narrow(0, step.microbatch * size, size)
+            return batch
+        size = batch.shape[0] // self.pipeline.microbatches
+        return batch.narrow(0, step.microbatch * size, size)
 
-    def _call(self, stage: Stage, args: Sequence[Tensor], run: Run) -> tuple[Tensor, ...]:
+    def _call(self, stage: Program, args: Sequence[Tensor], run: ScheduleRun) -> tuple[Tensor, ...]:
         stage.start()
         if not run.grad:
             with torch.no_grad():
@@ -219,7 +220,7 @@ class Executor:
                 return stage.forward(*args)
 
     @torch.no_grad()
-    def _note_updates(self, stage: Stage, run: Run) -> None:
+    def _note_updates(self, stage: Program, run: ScheduleRun) -> None:
         """Buffers are written at the end; where each microbatch is a batch of its own, at once."""
         if self.pipeline.local:
             for key, value in stage.updates.items():
@@ -228,7 +229,7 @@ class Executor:
             run.updates.update(stage.updates)
         stage.updates.clear()
 
-    def _backward(self, turn: Turn, run: Run) -> None:
+    def _backward(self, turn: ScriptStep, run: ScheduleRun) -> None:
         step = turn.step
         placed, stage = self._at(step)
         stage.weights.microbatch = step.microbatch
@@ -258,62 +259,62 @@ class Executor:
         shape, dtype = self._shapes["B", number], crossing.dtype
         if value.shape != shape or value.dtype != dtype:
             raise LayoutError(
-                f"{step} makes {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to segment "
+                f"{step} makes {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to stage "
                 f"{crossing.taker} as {dtype} {shape}"
             )
 
-    def _entering(self, turn: Turn, run: Run) -> dict[str, Tensor]:
-        """The gradients of what the segment gave, those of several takers and of the model's outputs added up."""
-        found: dict[str, Tensor] = {}
+    def _entering(self, turn: ScriptStep, run: ScheduleRun) -> dict[str, Tensor]:
+        """The gradients of what the stage gave, those of several takers and of the model's outputs added up."""
+        gradients: dict[str, Tensor] = {}
         microbatch = turn.step.microbatch
         for number in turn.takes:
             value = self.pipeline.crossings[number].value
             gradient = self._take("B", number, microbatch, run)
-            found[value] = gradient if value not in found else found[value] + gradient
+            gradients[value] = gradient if value not in gradients else gradients[value] + gradient
         for value in dict.fromkeys(self.pipeline.placed[turn.step.segment].gives):
             for out in self._leaving.get(value, ()):
                 seed = run.seed(out, microbatch) if out.gradient else None
                 if seed is not None:
-                    found[value] = seed if value not in found else found[value] + seed
-        return found
+                    gradients[value] = seed if value not in gradients else gradients[value] + seed
+        return gradients
 
-    def _weights(self, turn: Turn, run: Run) -> None:
+    def _weights(self, turn: ScriptStep, run: ScheduleRun) -> None:
         _, stage = self._at(turn.step)
         with self._as_usual():
             stage.weights.run(turn.step.microbatch)
 
     # -- messages ------------------------------------------------------------------------
 
-    def _parcel(self, kind: StepKind, number: int, microbatch: int, run: Run) -> Parcel:
+    def _parcel(self, kind: StepKind, number: int, microbatch: int, run: ScheduleRun) -> AssembledTensor:
         key = kind, number, microbatch
         if key not in run.parcels:
             dtype = self.pipeline.crossings[number].dtype
             out = torch.empty(self._shapes[kind, number], dtype=dtype, device=self.device)
-            run.parcels[key] = Parcel(out)
+            run.parcels[key] = AssembledTensor(out)
         return run.parcels[key]
 
-    def _ask(self, message: Message, run: Run) -> None:
+    def _ask(self, message: ReceivedMessage, run: ScheduleRun) -> None:
         self._parcel(message.kind, message.crossing, message.microbatch, run).ask(message.leg, self.transport)
 
-    def _take(self, kind: StepKind, number: int, microbatch: int, run: Run) -> Tensor:
+    def _take(self, kind: StepKind, number: int, microbatch: int, run: ScheduleRun) -> Tensor:
         """What has crossed, whole for this rank."""
         self._parcel(kind, number, microbatch, run)
         return run.parcels.pop((kind, number, microbatch)).wait()
 
     def _send(
-        self, kind: StepKind, number: int, microbatch: int, legs: Sequence[Leg], tensor: Tensor, run: Run
+        self, kind: StepKind, number: int, microbatch: int, legs: Sequence[Route], tensor: Tensor, run: ScheduleRun
     ) -> None:
         for leg in legs:
             if leg.target != self.rank:
                 self.transport.send(leg.pack(tensor), leg.target)
             elif leg.same:
-                run.parcels[kind, number, microbatch] = Parcel(tensor)
+                run.parcels[kind, number, microbatch] = AssembledTensor(tensor)
             else:
                 leg.carry(tensor, self._parcel(kind, number, microbatch, run).out)
 
 
 _JOIN: dict[Reduction, Callable[[Tensor], Tensor]] = {
-    "sum": lambda found: found.sum(0),
-    "max": lambda found: found.amax(0),
-    "min": lambda found: found.amin(0),
+    "sum": lambda counts: counts.sum(0),
+    "max": lambda counts: counts.amax(0),
+    "min": lambda counts: counts.amin(0),
 }

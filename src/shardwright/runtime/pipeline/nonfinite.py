@@ -13,22 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import journal, nearby
-from ..faults import told
-from ..optimizer import leaf_of
-from ..parameters import ShardParameter, Untouched
+from ..collectives import process_group
+from ..faults import flight_recorder
+from ..faults.watch import report_failure
+from ..optimizer.adopt import leaf_of
+from ..parameters.sharded import ShardedParameter, Untouched
 
 
-@told
+@report_failure
 @torch.no_grad()
-def show_everywhere(parameters: Sequence[ShardParameter], device: torch.device) -> None:
+def show_everywhere(parameters: Sequence[ShardedParameter], device: torch.device) -> None:
     """Put an infinity into every gradient if any rank has one that is not finite. All ranks must call it."""
     gradients = gradients_of(parameters)
     with Untouched():
         lost = (~are_finite(gradients)).float() if gradients else torch.zeros((), device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            journal.enter("all_reduce", None, "whether gradients are finite")
-            nearby.all_reduce(lost, None, "max").wait()
+            flight_recorder.enter("all_reduce", None, "whether gradients are finite")
+            process_group.all_reduce(lost, None, "max").wait()
         if lost.item():
             for gradient in gradients:
                 gradient[(0,) * gradient.ndim] = math.inf
@@ -36,11 +37,11 @@ def show_everywhere(parameters: Sequence[ShardParameter], device: torch.device) 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that an optimizer sees, those that have values: under ZeRO, of shares of parameters."""
-    return [held for p in parameters if (held := leaf_of(p).grad) is not None and held.numel()]
+    return [gradient for p in parameters if (gradient := leaf_of(p).grad) is not None and gradient.numel()]
 
 
 def are_finite(gradients: list[Tensor]) -> Tensor:
-    """Whether all own pieces of some gradients are finite."""
+    """Whether this rank's shards of some gradients are all finite."""
     with Untouched():
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
         return torch.isfinite(largest).all()

@@ -4,7 +4,7 @@
     ----    ---------------------------------   -------------------------------
     sum     the sum over microbatches           the whole gradient
     mean    their mean                          the gradient divided by their number
-    cat     joined along a dim                  the microbatch's piece of it
+    cat     joined along a dim                  the microbatch's slice of it
     same    any of them, since all are equal    the whole gradient in the first, none in the others
 
 Updated buffers travel with the outputs, so that they are the same everywhere.
@@ -19,79 +19,80 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Block, Cut
+from shardwright.layout import Block, Shard
 
-from .. import blocks, journal
-from ..faults import told
-from .parts import Leaving, Pipeline
+from ..collectives import blocks
+from ..faults import flight_recorder
+from ..faults.watch import report_failure
+from .spec import PipelineOutput, PipelineSpec
 
 ALIGNED = 16  # bytes
 
 
-def combine(out: Leaving, found: Sequence[Tensor]) -> Tensor:
+def combine(out: PipelineOutput, values: Sequence[Tensor]) -> Tensor:
     """One value from those of all microbatches."""
     if out.how == "same":
-        return found[0].clone()
+        return values[0].clone()
     if out.how == "cat":
-        return blocks.join(found, out.dim, cut_of(out)).contiguous()
-    total = found[0].clone()
-    for one in found[1:]:
-        total += one
-    return total / len(found) if out.how == "mean" else total
+        return blocks.unshard(values, out.dim, microbatch_shard(out)).contiguous()
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total / len(values) if out.how == "mean" else total
 
 
-def share(out: Leaving, gradient: Tensor, microbatches: int, microbatch: int) -> Tensor:
-    """The gradient of a microbatch's value from that of the whole."""
+def microbatch_gradient(out: PipelineOutput, gradient: Tensor, microbatches: int, microbatch: int) -> Tensor:
+    """The gradient of a microbatch's value from that of the combined value."""
     if out.how == "cat":
-        return blocks.take(gradient, out.dim, cut_of(out), microbatches, microbatch)
+        return blocks.shard(gradient, out.dim, microbatch_shard(out), microbatches, microbatch)
     if out.how == "mean":
         return gradient / microbatches
     return gradient if out.how == "sum" or microbatch == 0 else torch.zeros_like(gradient)
 
 
-def cut_of(out: Leaving) -> Cut:
-    """The cut of an output's dim into microbatches."""
-    return out.cut or Cut(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
+def microbatch_shard(out: PipelineOutput) -> Shard:
+    """How an output's dim is split into microbatches."""
+    return out.sharding or Shard(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
 
 
-class Sharing:
+class OutputBroadcast:
     """Brings outputs and updated buffers from the ranks that have them to all."""
 
-    def __init__(self, pipeline: Pipeline, rank: int, device: torch.device) -> None:
+    def __init__(self, pipeline: PipelineSpec, rank: int, device: torch.device) -> None:
         self.pipeline, self.rank, self.device = pipeline, rank, device
 
     @torch.no_grad()
-    def __call__(self, found: Mapping[tuple[str, int], Tensor], updates: Mapping[str, Tensor]) -> list[Tensor]:
-        """The model's outputs, in order; buffers are written. `found` are the values of microbatches that are here."""
-        made: dict[int, list[Tensor]] = defaultdict(list)  # by the rank that has them
+    def __call__(self, values: Mapping[tuple[str, int], Tensor], updates: Mapping[str, Tensor]) -> list[Tensor]:
+        """The model's outputs, in order; buffers are written. `values` has this rank's microbatches."""
+        by_source: dict[int, list[Tensor]] = defaultdict(list)  # by the rank that has them
         outputs = []
         for out in self.pipeline.leaving:
-            home = self.pipeline.placed[out.segment].mesh.devices[0]
-            if (out.value, 0) in found:
-                tensor = combine(out, [found[out.value, at] for at in range(self.pipeline.microbatches)])
+            source = self.pipeline.placed[out.segment].mesh.devices[0]
+            if (out.value, 0) in values:
+                tensor = combine(out, [values[out.value, at] for at in range(self.pipeline.microbatches)])
             else:
                 tensor = torch.empty(out.shape, dtype=out.dtype, device=self.device)
-            made[home].append(tensor)
+            by_source[source].append(tensor)
             outputs.append(tensor)
         for placed in self.pipeline.placed:
             for key in placed.updates:
                 buffer = self.pipeline.buffers[key]
                 if key in updates:
                     buffer.copy_(updates[key])
-                made[placed.mesh.devices[0]].append(buffer)
-        for home, tensors in sorted(made.items()):
-            broadcast(tensors, home, self.rank)
+                by_source[placed.mesh.devices[0]].append(buffer)
+        for source, tensors in sorted(by_source.items()):
+            broadcast(tensors, source, self.rank)
         return outputs
 
 
-@told
-def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
+@report_failure
+def broadcast(tensors: Sequence[Tensor], source: int, rank: int) -> None:
     """Fill tensors with what one rank has in them, in one message."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        journal.enter("broadcast", None, f"outputs of rank {home}")
-        dist.broadcast(_bytes(tensors[0]), home)
+        flight_recorder.enter("broadcast", None, f"outputs of rank {source}")
+        dist.broadcast(_bytes(tensors[0]), source)
         return
     starts, total = [], 0
     for tensor in tensors:
@@ -102,12 +103,12 @@ def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
         flat.narrow(0, start, tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=True)
     ]
-    if rank == home:
+    if rank == source:
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
-    journal.enter("broadcast", None, f"outputs of rank {home}")
-    dist.broadcast(flat, home)
-    if rank != home:
+    flight_recorder.enter("broadcast", None, f"outputs of rank {source}")
+    dist.broadcast(flat, source)
+    if rank != source:
         for view, tensor in zip(views, tensors, strict=True):
             tensor.copy_(view)
 

@@ -1,10 +1,10 @@
 """Which rank sends what to whom, when a tensor goes from one mesh and layout to another.
 
-Every rank of the taking mesh gets every element of its piece exactly once, from a rank that
-holds it. Where several ranks hold the same piece, a rank that takes from itself does so,
+Every rank of the target mesh gets every element of its shard exactly once, from a rank that
+has it. Where several ranks have the same shard, a rank that can take it from itself does so,
 and the others are spread over the holders, the first taker to the first holder:
 
-    given: rows cut over tp, on ranks 0 1       taken: whole, on ranks 2 3 4
+    source: sharded over tp, on ranks 0 1       target: replicated, on ranks 2 3 4
     rank 0  a   ──▶ 2, 3, 4                     rank 2  a b
     rank 1  b   ──▶ 2, 3, 4                     rank 3  a b   ..
 
@@ -22,7 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwright.layout import Layout, Mesh, Piece, piece_of
+from shardwright.layout import Layout, LocalRegion, Mesh, local_region
 
 Spans = tuple[tuple[int, int, int], ...]
 """Runs along one dim: (start at the sender, start at the taker, length)."""
@@ -44,7 +44,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class Route:
     """What one rank sends to another: one message, its boxes one after the other."""
 
     source: int
@@ -92,41 +92,43 @@ def _narrow(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def routes(given: Layout, giver: Mesh, taken: Layout, taker: Mesh, shape: tuple[int, ...]) -> tuple[Leg, ...]:
+def routes(
+    source_layout: Layout, giver: Mesh, target_layout: Layout, taker: Mesh, shape: tuple[int, ...]
+) -> tuple[Route, ...]:
     """All messages, by taker and then sender; those of a rank to itself are among them, empty ones are not."""
-    legs: list[Leg] = []
-    targets = _pieces(taken, taker, shape)
-    for piece, holders in _pieces(given, giver, shape):
+    legs: list[Route] = []
+    targets = _regions(target_layout, taker, shape)
+    for region, holders in _regions(source_layout, giver, shape):
         takers = sorted(
             (taker.devices.index(rank), rank, boxes, wanted)
             for wanted, ranks in targets
-            if (boxes := _overlap(piece, wanted))
+            if (boxes := _overlap(region, wanted))
             for rank in ranks
         )
         turn = 0
         for _, rank, boxes, wanted in takers:
             source = rank if rank in holders else holders[turn % len(holders)]
             turn += rank not in holders
-            legs.append(Leg(source, rank, boxes, piece.spans == wanted.spans))
+            legs.append(Route(source, rank, boxes, region.spans == wanted.spans))
     return tuple(sorted(legs, key=lambda leg: (leg.target, leg.source)))
 
 
-def _pieces(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Piece, tuple[int, ...]]]:
-    """The different pieces of a tensor, with the ranks that hold each, in the order of the mesh."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    cutting = [axis.name for axis in mesh.axes if layout.cut_of(axis.name) is not None]
+def _regions(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[LocalRegion, tuple[int, ...]]]:
+    """The different regions of a tensor, with the ranks that have each, in the order of the mesh."""
+    ranks_at: dict[tuple[int, ...], list[int]] = {}
+    cutting = [axis.name for axis in mesh.axes if layout.shard_of(axis.name) is not None]
     for rank in mesh.devices:
         at = mesh.coordinates(rank)
-        found.setdefault(tuple(at[name] for name in cutting), []).append(rank)
+        ranks_at.setdefault(tuple(at[name] for name in cutting), []).append(rank)
     return [
-        (piece_of(layout, shape, mesh.sizes, dict(zip(cutting, place, strict=True))), tuple(ranks))
-        for place, ranks in found.items()
+        (local_region(layout, shape, mesh.sizes, dict(zip(cutting, place, strict=True))), tuple(ranks))
+        for place, ranks in ranks_at.items()
     ]
 
 
-def _overlap(piece: Piece, wanted: Piece) -> tuple[Box, ...]:
-    """The boxes of elements that are in both pieces; none if there are no elements."""
-    dims = [_common(a, b) for a, b in zip(piece.spans, wanted.spans, strict=True)]
+def _overlap(region: LocalRegion, wanted: LocalRegion) -> tuple[Box, ...]:
+    """The boxes of elements that are in both regions; none if there are no elements."""
+    dims = [_common(a, b) for a, b in zip(region.spans, wanted.spans, strict=True)]
     return tuple(
         Box(tuple(run[0] for run in runs), tuple(run[1] for run in runs), tuple(run[2] for run in runs))
         for runs in product(*dims)
@@ -134,16 +136,16 @@ def _overlap(piece: Piece, wanted: Piece) -> tuple[Box, ...]:
 
 
 def _common(mine: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> Spans:
-    """The runs of indices that are in both lists. Runs of a piece are in the order of the whole dim."""
-    found = []
+    """The runs of indices that are in both lists. Spans of a shard are in the order of the global dim."""
+    spans = []
     i = j = at = other = 0
     while i < len(mine) and j < len(wanted):
         (a, length), (b, width) = mine[i], wanted[j]
         low, high = max(a, b), min(a + length, b + width)
         if low < high:
-            found.append((at + low - a, other + low - b, high - low))
+            spans.append((at + low - a, other + low - b, high - low))
         if a + length <= b + width:
             i, at = i + 1, at + length
         else:
             j, other = j + 1, other + width
-    return tuple(found)
+    return tuple(spans)

@@ -19,30 +19,30 @@ from dataclasses import dataclass, replace
 from shardwright.errors import ScheduleError
 from shardwright.schedule import Schedule, Step, StepKind
 
-from .parts import Crossing, Pipeline
-from .routes import Leg, routes
+from .routes import Route, routes
+from .spec import PipelineSpec, StageCrossing
 
 WHOLE_STEP = "PFBW"
 AHEAD = 1  # how many steps ahead of its use a message is asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ReceivedMessage:
     """One message to this rank: of a crossing and a microbatch, the value (F) or its gradient (B)."""
 
     kind: StepKind
     crossing: int
     microbatch: int
-    leg: Leg
+    leg: Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ScriptStep:
     """One step of this rank."""
 
     step: Step
-    asks: tuple[Message, ...]  # to ask for before the step runs
-    sends: tuple[tuple[int, tuple[Leg, ...]], ...]  # (crossing, what goes to whom) when it has run
+    asks: tuple[ReceivedMessage, ...]  # to ask for before the step runs
+    sends: tuple[tuple[int, tuple[Route, ...]], ...]  # (crossing, what goes to whom) when it has run
     takes: tuple[int, ...]  # the crossings whose value (in an F) or gradient (in a B) it needs
 
 
@@ -51,37 +51,37 @@ class Script:
     """The turns of one rank, in order."""
 
     rank: int
-    turns: tuple[Turn, ...]
-    apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
+    turns: tuple[ScriptStep, ...]
+    apart: frozenset[int]  # the stages whose weight gradients are steps of their own
     orderly: bool  # on all ranks, microbatch by microbatch
 
 
-def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg, ...]:
+def legs_of(pipeline: PipelineSpec, crossing: StageCrossing, kind: StepKind) -> tuple[Route, ...]:
     """How a value goes to its taker (F), or its gradient back (B)."""
     giver, taker = pipeline.placed[crossing.giver].mesh, pipeline.placed[crossing.taker].mesh
     if kind == "F":
-        return routes(crossing.given, giver, crossing.taken, taker, crossing.shape)
-    return routes(crossing.taken, taker, crossing.given, giver, crossing.shape)
+        return routes(crossing.source_layout, giver, crossing.target_layout, taker, crossing.shape)
+    return routes(crossing.target_layout, taker, crossing.source_layout, giver, crossing.shape)
 
 
-def pairs_of(pipeline: Pipeline) -> set[tuple[int, int]]:
+def pairs_of(pipeline: PipelineSpec) -> set[tuple[int, int]]:
     """The (sender, receiver) of all messages there may be."""
-    found: set[tuple[int, int]] = set()
+    pairs: set[tuple[int, int]] = set()
     for crossing in pipeline.crossings:
         kinds: tuple[StepKind, ...] = ("F", "B") if crossing.gradient else ("F",)
         for kind in kinds:
-            found.update((leg.source, leg.target) for leg in legs_of(pipeline, crossing, kind))
-    return {(source, target) for source, target in found if source != target}
+            pairs.update((leg.source, leg.target) for leg in legs_of(pipeline, crossing, kind))
+    return {(source, target) for source, target in pairs if source != target}
 
 
 def only(schedule: Schedule, kinds: str) -> Schedule:
     """The same schedule with steps of some kinds alone: "PF" for the forward half, "BW" for the other."""
-    rows = {id(row): tuple(step for step in row if step.kind in kinds) for row in schedule.devices}
-    return replace(schedule, devices=tuple(rows[id(row)] for row in schedule.devices))
+    steps_of = {id(steps): tuple(step for step in steps if step.kind in kinds) for steps in schedule.devices}
+    return replace(schedule, devices=tuple(steps_of[id(steps)] for steps in schedule.devices))
 
 
 def write(
-    pipeline: Pipeline,
+    pipeline: PipelineSpec,
     schedule: Schedule,
     rank: int,
     kinds: str = WHOLE_STEP,
@@ -89,20 +89,20 @@ def write(
 ) -> Script:
     """The script of a rank, for steps of some kinds. `seeded` are the outputs that have a gradient; None: all."""
     seeded = frozenset(range(len(pipeline.leaving))) if seeded is None else seeded
-    row = schedule.devices[rank] if rank < len(schedule.devices) else ()
-    apart = frozenset(step.segment for step in row if step.kind == "W")
+    own_steps = schedule.devices[rank] if rank < len(schedule.devices) else ()
+    apart = frozenset(step.segment for step in own_steps if step.kind == "W")
     schedule = only(schedule, kinds)
-    steps = tuple(step for step in row if step.kind in kinds)
-    sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Leg, ...]]]] = defaultdict(list)
+    steps = tuple(step for step in own_steps if step.kind in kinds)
+    sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Route, ...]]]] = defaultdict(list)
     takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
-    for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
+    for number, crossing, kind, sender, taker in _transfers(pipeline, seeded):
         legs = tuple(leg for leg in legs_of(pipeline, crossing, kind) if leg.source == rank)
         if legs:
             sends[kind, sender].append((number, legs))
         takes[kind, taker].append(number)
     asks = _asks(pipeline, schedule, rank, steps, seeded)
     turns = [
-        Turn(
+        ScriptStep(
             step=step,
             asks=tuple(asks[at]),
             sends=tuple(sends.get((step.kind, step.segment), ())),
@@ -118,12 +118,14 @@ def _orderly(schedule: Schedule) -> bool:
 
     Then everybody can come to the end of a microbatch without anything of a later one.
     """
-    rows = {id(row): [step.microbatch for step in row if step.kind != "P"] for row in schedule.devices}
-    return all(row == sorted(row) for row in rows.values())
+    microbatches = {id(order): [step.microbatch for step in order if step.kind != "P"] for order in schedule.devices}
+    return all(order == sorted(order) for order in microbatches.values())
 
 
-def _ways(pipeline: Pipeline, seeded: frozenset[int]) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
-    """(number, crossing, kind, the segment that sends, the segment that takes) for values and their gradients."""
+def _transfers(
+    pipeline: PipelineSpec, seeded: frozenset[int]
+) -> Iterator[tuple[int, StageCrossing, StepKind, int, int]]:
+    """(number, crossing, kind, the stage that sends, the stage that takes) for values and their gradients."""
     for number, crossing in enumerate(pipeline.crossings):
         yield number, crossing, "F", crossing.giver, crossing.taker
         if crossing.has_gradient(seeded):
@@ -131,16 +133,18 @@ def _ways(pipeline: Pipeline, seeded: frozenset[int]) -> Iterator[tuple[int, Cro
 
 
 def _asks(
-    pipeline: Pipeline, schedule: Schedule, rank: int, steps: tuple[Step, ...], seeded: frozenset[int]
-) -> list[list[Message]]:
+    pipeline: PipelineSpec, schedule: Schedule, rank: int, steps: tuple[Step, ...], seeded: frozenset[int]
+) -> list[list[ReceivedMessage]]:
     """For each step the messages to ask for before it."""
     at = {step: place for place, step in enumerate(steps)}
-    arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Leg, int]]]] = defaultdict(lambda: defaultdict(list))
-    for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
+    arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Route, int]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for number, crossing, kind, sender, taker in _transfers(pipeline, seeded):
         for leg in legs_of(pipeline, crossing, kind):
             if leg.target == rank != leg.source:
                 arriving[leg.source][kind, sender].append((number, leg, taker))
-    found: list[list[Message]] = [[] for _ in steps]
+    asks: list[list[ReceivedMessage]] = [[] for _ in steps]
     for source in sorted(arriving):
         latest = []  # for each message in the order of the sender, the place of the step that needs it
         messages = []
@@ -153,9 +157,9 @@ def _asks(
                         f"rank {rank} has no step {step.kind}{taker}.{step.microbatch} that takes it"
                     )
                 latest.append(needed)
-                messages.append(Message(step.kind, number, step.microbatch, leg))
+                messages.append(ReceivedMessage(step.kind, number, step.microbatch, leg))
         for place in range(len(latest) - 2, -1, -1):  # all before a message are asked for before it
             latest[place] = min(latest[place], latest[place + 1])
         for needed, message in zip(latest, messages, strict=True):
-            found[max(0, needed - AHEAD)].append(message)
-    return found
+            asks[max(0, needed - AHEAD)].append(message)
+    return asks

@@ -13,29 +13,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..buckets import dense
-from ..parameters import ShardParameter, Untouched
-from ..stage import Stage
-from .parts import Placed
+from ..model.program import Program
+from ..parameters.buckets import dense
+from ..parameters.sharded import ShardedParameter, Untouched
+from .spec import PlacedStage
 
 
 class StandIns:
     """A leaf for each parameter that a rank holds, in all places where its stages look for it."""
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._places: dict[int, list[tuple[Stage, str]]] = {}
-        found: dict[int, ShardParameter] = {}
-        for one in placed:
-            if one.stage is not None:
-                for key, parameter in one.parameters.items():
-                    found[id(parameter)] = parameter
-                    self._places.setdefault(id(parameter), []).append((one.stage, key))
-        self.parameters = list(found.values())
+    def __init__(self, placed: Sequence[PlacedStage]) -> None:
+        self._places: dict[int, list[tuple[Program, str]]] = {}
+        parameters: dict[int, ShardedParameter] = {}
+        for stage in placed:
+            if stage.stage is not None:
+                for key, parameter in stage.parameters.items():
+                    parameters[id(parameter)] = parameter
+                    self._places.setdefault(id(parameter), []).append((stage.stage, key))
+        self.parameters = list(parameters.values())
         self._leaves: list[Tensor | None] = [None] * len(self.parameters)
 
     def current(self) -> list[Tensor]:
         """The leaves, in the order of `parameters`; made again where a parameter has got other memory."""
-        found = []
+        leaves = []
         with Untouched(), torch.inference_mode(False):  # what is made for inference can't train later
             for number, parameter in enumerate(self.parameters):
                 leaf = self._leaves[number]
@@ -47,11 +47,11 @@ class StandIns:
                         stage.place(key, leaf)
                         if stage.zero is not None:
                             stage.zero.stand_in(parameter, leaf)
-                found.append(leaf)
-        return found
+                leaves.append(leaf)
+        return leaves
 
     @property
-    def trained(self) -> list[ShardParameter]:
+    def trained(self) -> list[ShardedParameter]:
         """The parameters that want a gradient."""
         with Untouched():
             return [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -69,7 +69,7 @@ def _same(leaf: Tensor, parameter: Tensor) -> bool:
 
 def harvest(leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of leaves, taken away from them."""
-    found = [None if leaf.grad is None else dense(leaf.grad) for leaf in leaves]
+    gradients = [None if leaf.grad is None else dense(leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    return found
+    return gradients

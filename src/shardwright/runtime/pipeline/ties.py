@@ -23,61 +23,63 @@ from torch import Tensor
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Mesh
 
-from ..buckets import Entry, TiedBucket
-from ..holding import Held, kept_layout, zero_axes
-from ..parameters import ShardParameter, dress_gradient, raw_gradient, set_raw_gradient
+from ..parameters.buckets import BucketSlot, TiedBucket
+from ..parameters.sharded import ShardedParameter, raw_gradient, set_raw_gradient, wrap_gradient
+from ..parameters.spec import ParameterSpec, stored_layout, zero_axes
 from ..world import here
-from .routes import Leg, routes
+from .routes import Route, routes
 from .transport import Arrival, Transport
 
-Coming = tuple[int, Leg, Tensor, Arrival]
+Coming = tuple[int, Route, Tensor, Arrival]
 """What comes from a stage: the stage, what it is, where it is put."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
+class TiedParameter:
     """One parameter, on the ranks of several meshes, seen from one of them."""
 
-    shape: tuple[int, ...]  # of the piece that is here
+    shape: tuple[int, ...]  # of this rank's shard
     stages: int
     own: int  # which of the stages this is
-    sends: tuple[Leg, ...]
-    takes: tuple[tuple[int, Leg], ...]  # (stage, what comes from it)
+    sends: tuple[Route, ...]
+    takes: tuple[tuple[int, Route], ...]  # (stage, what comes from it)
 
 
-class Ties:
+class TiedGradients:
     """The parameters that this rank holds together with other stages, by name."""
 
-    def __init__(self, seats: Sequence[tuple[Mesh, Sequence[Held]]]) -> None:
+    def __init__(self, pp_ranks: Sequence[tuple[Mesh, Sequence[ParameterSpec]]]) -> None:
         self.rank = here().rank
         self.pairs: set[tuple[int, int]] = set()
-        self._ties: dict[str, Tie] = {}
+        self._ties: dict[str, TiedParameter] = {}
         self._transport: Transport | None = None
-        sides: dict[str, list[tuple[Mesh, Held]]] = {}
-        for mesh, helds in seats:
-            for held in helds:
-                sides.setdefault(held.name, []).append((mesh, held))
-        for name, found in sorted(sides.items()):
-            if len(found) > 1 and found[0][1].trainable:
-                self._tie(name, found)
+        sides: dict[str, list[tuple[Mesh, ParameterSpec]]] = {}
+        for mesh, specs in pp_ranks:
+            for spec in specs:
+                sides.setdefault(spec.name, []).append((mesh, spec))
+        for name, owners in sorted(sides.items()):
+            if len(owners) > 1 and owners[0][1].trainable:
+                self._tie(name, owners)
 
-    def _tie(self, name: str, sides: Sequence[tuple[Mesh, Held]]) -> None:
+    def _tie(self, name: str, sides: Sequence[tuple[Mesh, ParameterSpec]]) -> None:
         here = [at for at, (mesh, _) in enumerate(sides) if self.rank in mesh.devices]
         if len(here) > 1:
-            raise LayoutError(f"parameter {name} is held twice on rank {self.rank}; its segments there can share it")
-        sends: list[Leg] = []
-        takes: list[tuple[int, Leg]] = []
-        for at, (giver, given) in enumerate(sides):
-            for to, (taker, taken) in enumerate(sides):
+            raise LayoutError(f"parameter {name} is stored twice on rank {self.rank}; its stages there can share it")
+        sends: list[Route] = []
+        takes: list[tuple[int, Route]] = []
+        for at, (giver, spec) in enumerate(sides):
+            for to, (taker, other) in enumerate(sides):
                 if at != to:
-                    legs = routes(_lies(given, giver), giver, _lies(taken, taker), taker, given.shape)
+                    legs = routes(_summed_layout(spec, giver), giver, _summed_layout(other, taker), taker, spec.shape)
                     self.pairs |= {(leg.source, leg.target) for leg in legs}
                     sends += [leg for leg in legs if leg.source == self.rank]
                     takes += [(at, leg) for leg in legs if leg.target == self.rank]
         if here:
-            mesh, held = sides[here[0]]
-            shape = _lies(held, mesh).local_shape(held.shape, mesh.sizes, mesh.coordinates(self.rank))
-            self._ties[name] = Tie(shape=shape, stages=len(sides), own=here[0], sends=tuple(sends), takes=tuple(takes))
+            mesh, own_spec = sides[here[0]]
+            shape = _summed_layout(own_spec, mesh).local_shape(own_spec.shape, mesh.sizes, mesh.coordinates(self.rank))
+            self._ties[name] = TiedParameter(
+                shape=shape, stages=len(sides), own=here[0], sends=tuple(sends), takes=tuple(takes)
+            )
 
     def __contains__(self, name: object) -> bool:
         return name in self._ties
@@ -91,16 +93,16 @@ class Ties:
         """Exchange the sums of this stage, and hand out those of all. All ranks that hold any must call it."""
         if self._transport is None:
             raise LayoutError("parameters are held by several stages, and nobody has said how to reach those")
-        found = {entry.held.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
-        coming = {name: self._exchange(self._ties[name], *found[name], self._transport) for name in sorted(found)}
-        for name, (entry, own) in sorted(found.items()):
+        totals = {entry.spec.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
+        coming = {name: self._exchange(self._ties[name], *totals[name], self._transport) for name in sorted(totals)}
+        for name, (entry, own) in sorted(totals.items()):
             total = _added(self._ties[name], own, coming[name])
             if total is not None:
                 _hand_out(entry, total)
         self._transport.flush()
 
     @staticmethod
-    def _exchange(tie: Tie, entry: Entry, own: Tensor | None, transport: Transport) -> list[Coming]:
+    def _exchange(tie: TiedParameter, entry: BucketSlot, own: Tensor | None, transport: Transport) -> list[Coming]:
         """Send the own sum, and ask for those of the others."""
         like = entry.parameter.detach().as_subclass(Tensor)
         mine = torch.zeros_like(like, dtype=entry.bucket.dtype) if own is None else own
@@ -114,7 +116,7 @@ class Ties:
         return coming
 
 
-def _added(tie: Tie, own: Tensor | None, coming: Sequence[Coming]) -> Tensor | None:
+def _added(tie: TiedParameter, own: Tensor | None, coming: Sequence[Coming]) -> Tensor | None:
     """The sum over all stages, or None if none had a gradient."""
     parts: dict[int, Tensor] = {} if own is None else {tie.own: own}
     for stage, leg, buffer, arrival in coming:
@@ -129,25 +131,25 @@ def _added(tie: Tie, own: Tensor | None, coming: Sequence[Coming]) -> Tensor | N
     return total
 
 
-def _hand_out(entry: Entry, total: Tensor) -> None:
-    """Make `.grad` true; at ZeRO level 2 only the share that this rank owns is kept."""
+def _hand_out(entry: BucketSlot, total: Tensor) -> None:
+    """Make `.grad` true; under ZeRO-2 only the share that this rank owns is kept."""
     if not entry.seen:
         entry.set_aside()
     parameter = entry.parameter
-    shard = parameter.shard if isinstance(parameter, ShardParameter) and entry.held.level == 2 else None
+    shard = parameter.shard if isinstance(parameter, ShardedParameter) and entry.spec.level == 2 else None
     if shard is None or shard.slot is None or shard.groups is None:
         entry.hand_out(total)
         return
-    place = shard.groups[zero_axes(entry.held, shard.groups.mesh.sizes)].index
-    share, old = shard.slot.owned(total, place).to(entry.held.true_dtype), raw_gradient(shard)
+    place = shard.groups[zero_axes(entry.spec, shard.groups.mesh.sizes)].index
+    share, old = shard.slot.owned(total, place).to(entry.spec.true_dtype), raw_gradient(shard)
     if entry.hooks.before:
-        share = entry.hooks.change(dress_gradient(shard, share))
+        share = entry.hooks.change(wrap_gradient(shard, share))
     set_raw_gradient(shard, share.clone() if old is None else old.add_(share))
     set_raw_gradient(parameter, None)
     entry.hooks.tell(parameter)
     entry.seen, entry.true = False, None
 
 
-def _lies(held: Held, mesh: Mesh) -> Layout:
-    """How a summed gradient lies: as the parameter is kept, and whole on the axes that it is summed over."""
-    return Layout(cuts=kept_layout(held, mesh.sizes).cuts)
+def _summed_layout(spec: ParameterSpec, mesh: Mesh) -> Layout:
+    """The layout of a summed gradient: that of the stored parameter, replicated on the axes that it is summed over."""
+    return Layout(shards=stored_layout(spec, mesh.sizes).shards)

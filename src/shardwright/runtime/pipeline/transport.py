@@ -24,8 +24,8 @@ from torch import Tensor
 
 from shardwright.errors import RankError
 
-from .. import journal
-from ..faults import told
+from ..faults import flight_recorder
+from ..faults.watch import report_failure
 from ..world import here, pair_groups
 
 Pairs = Iterable[tuple[int, int]]
@@ -61,15 +61,15 @@ class TorchTransport:
         world = here()
         self._rank, self._device = world.rank, world.device
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._kept: deque[tuple[dist.Work, Tensor]] = deque()
-        self._keeper = Keeper() if world.device.type == "cpu" else None
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        self._keeper = SentTensors() if world.device.type == "cpu" else None
 
     def connect(self, pairs: Pairs) -> None:
         """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
-        found = pair_groups(pairs, self._device)
+        groups = pair_groups(pairs, self._device)
         if self._device.type != "cpu":
-            self._greet({pair: group for pair, group in found.items() if pair not in self._groups})
-        self._groups.update(found)
+            self._greet({pair: group for pair, group in groups.items() if pair not in self._groups})
+        self._groups.update(groups)
 
     def _greet(self, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
         """NCCL connects two ranks at their first message, and both wait for that: so all do it now, in one order."""
@@ -80,25 +80,25 @@ class TorchTransport:
             elif target == self._rank:
                 dist.recv(token, source, group=group)
 
-    @told
+    @report_failure
     def send(self, tensor: Tensor, to: int) -> None:
-        journal.send(self._rank, to)
+        flight_recorder.send(self._rank, to)
         work = dist.isend(_bytes(tensor), to, group=self._groups[self._rank, to])
         assert work is not None
         if self._keeper is not None:
             self._keeper.keep(work, tensor)
             return
-        self._kept.append((work, tensor))
-        while self._kept[0][0].is_completed():
-            self._kept.popleft()
-            if not self._kept:
+        self._in_flight.append((work, tensor))
+        while self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
+            if not self._in_flight:
                 return
 
-    @told
+    @report_failure
     def receive(self, buffer: Tensor, source: int) -> Arrival:
         work = dist.irecv(_bytes(buffer), source, group=self._groups[source, self._rank])
         assert work is not None
-        return _Arrival(work, (source, self._rank, journal.expect(source, self._rank)))
+        return _Arrival(work, (source, self._rank, flight_recorder.expect(source, self._rank)))
 
     def mark(self) -> Arrival:
         return _NOTHING if self._keeper is None else self._keeper.mark()
@@ -111,9 +111,9 @@ class _Arrival:
     def __init__(self, work: dist.Work, message: tuple[int, int, int]) -> None:
         self._work, self._message = work, message
 
-    @told
+    @report_failure
     def wait(self) -> None:
-        journal.wait_for(*self._message)
+        flight_recorder.wait_for(*self._message)
         self._work.wait()
 
 
@@ -122,7 +122,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class Keeper:
+class SentTensors:
     """Keeps sent tensors until they have arrived. What goes wrong with one is raised at the next call."""
 
     def __init__(self) -> None:
@@ -168,10 +168,10 @@ class Keeper:
 
 
 class _Mark:
-    def __init__(self, keeper: Keeper, gate: threading.Lock) -> None:
+    def __init__(self, keeper: SentTensors, gate: threading.Lock) -> None:
         self._keeper, self._gate = keeper, gate
 
-    @told
+    @report_failure
     def wait(self) -> None:
         self._gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
         self._keeper.raise_error()
@@ -186,14 +186,14 @@ _NOTHING = _Nothing()
 
 
 def usual() -> TorchTransport | QueueTransport:
-    """How the ranks of this run talk: by torch.distributed, or by queues where they are threads. All must call it."""
+    """How ranks communicate: by torch.distributed, or by queues where they are threads. All ranks must call it."""
     if not dist.is_initialized() or dist.get_backend() != "threaded":
         return TorchTransport()
     token = torch.tensor(0)
     if dist.get_rank() == 0:
-        made = QueueTransport.between(dist.get_world_size())
-        token.fill_(id(made))
-        _BETWEEN[int(token)] = made
+        transports = QueueTransport.between(dist.get_world_size())
+        token.fill_(id(transports))
+        _BETWEEN[int(token)] = transports
     dist.broadcast(token, 0)
     mine = _BETWEEN[int(token)][dist.get_rank()]
     dist.barrier()
@@ -209,7 +209,7 @@ class QueueTransport:
 
     def __init__(self, rank: int, queues: Mapping[tuple[int, int], queue.SimpleQueue[Tensor]], timeout: float) -> None:
         self._rank, self._queues, self._timeout = rank, queues, timeout
-        self._asked: dict[int, deque[_Asked]] = defaultdict(deque)
+        self._requests: dict[int, deque[_Request]] = defaultdict(deque)
 
     @staticmethod
     def between(ranks: int, timeout: float = 30.0) -> list[QueueTransport]:
@@ -225,9 +225,9 @@ class QueueTransport:
         self._queues[self._rank, to].put(tensor.detach())
 
     def receive(self, buffer: Tensor, source: int) -> Arrival:
-        asked = _Asked(self, buffer, source)
-        self._asked[source].append(asked)
-        return asked
+        request = _Request(self, buffer, source)
+        self._requests[source].append(request)
+        return request
 
     def mark(self) -> Arrival:
         """What is in a queue stays there."""
@@ -239,22 +239,22 @@ class QueueTransport:
     def fill(self, source: int) -> None:
         """Wait for the next message of a rank, and put it where it was asked for."""
         try:
-            found = self._queues[source, self._rank].get(timeout=self._timeout)
+            message = self._queues[source, self._rank].get(timeout=self._timeout)
         except queue.Empty:
             raise RankError(
                 f"rank {self._rank} waited {self._timeout:g} s for a message of rank {source}, and none came"
             ) from None
-        asked = self._asked[source].popleft()
-        if found.numel() != asked.buffer.numel() or found.dtype != asked.buffer.dtype:
+        request = self._requests[source].popleft()
+        if message.numel() != request.buffer.numel() or message.dtype != request.buffer.dtype:
             raise RankError(
-                f"a message of rank {source} to rank {self._rank} is {tuple(found.shape)} {found.dtype}, and "
-                f"{tuple(asked.buffer.shape)} {asked.buffer.dtype} was expected"
+                f"a message of rank {source} to rank {self._rank} is {tuple(message.shape)} {message.dtype}, and "
+                f"{tuple(request.buffer.shape)} {request.buffer.dtype} was expected"
             )
-        asked.buffer.copy_(found.reshape(asked.buffer.shape))
-        asked.there = True
+        request.buffer.copy_(message.reshape(request.buffer.shape))
+        request.there = True
 
 
-class _Asked:
+class _Request:
     """A message that was asked for. Those of a pair are filled in the order in which they were."""
 
     def __init__(self, transport: QueueTransport, buffer: Tensor, source: int) -> None:

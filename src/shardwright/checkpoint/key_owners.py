@@ -1,0 +1,129 @@
+"""All keys of a model over all ranks, and which ranks write each.
+
+Every rank knows this without asking: a compiled model knows what the ranks of all meshes of a
+pipeline hold. A parameter that several stages hold is written by the first of them; a
+parameter with several keys (tied weights) is kept under the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError, raise_all
+from ..runtime.model.parallel_model import ParallelModel, RankState
+from ..runtime.parameters.refresh import renew
+from ..runtime.parameters.sharded import ShardedParameter
+from ..runtime.parameters.state_dicts import name_of
+from ..runtime.world import here
+
+
+class KeyOwners:
+    """What a model has. `first` leads from every key to the one that it is kept under."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rank, self.world = here().rank, here().size
+        self.compiled = {
+            _prefix(path): part
+            for path, part in model.named_modules()
+            if isinstance(part, ParallelModel) and part._holding is not None
+        }
+        self.first: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of what a checkpoint has of the model, by first key
+        self._writers: dict[str, tuple[int, ...]] = {}
+        for prefix, part in self.compiled.items():
+            self._count(prefix, part._ready())
+        self._count_rest()
+        self._names = {id(parameter): key for key, parameter in model.named_parameters()}
+        self._order = {key: at for at, key in enumerate(self.first)}
+
+    def _count(self, prefix: str, holding: RankState) -> None:
+        for mesh, specs in holding.pp_ranks or ((holding.groups.mesh, holding.specs),):
+            for spec in specs:
+                name = prefix + spec.name
+                self.first.update({prefix + key: name for key in spec.keys})
+                self.shapes[name] = spec.shape
+                self._writers.setdefault(name, tuple(mesh.devices))
+        for key, buffer in holding.saved_buffers.items():
+            self.first[prefix + key] = prefix + key
+            self.shapes[prefix + key] = tuple(buffer.shape)
+
+    def _count_rest(self) -> None:
+        seen: dict[int, str] = {}
+        named = self.model.state_dict(keep_vars=True)
+        faults = [
+            f"{key} is a {type(value).__name__}; save it with extra="
+            for key, value in named.items()
+            if not _is_tensor(value)
+        ]
+        raise_all(InputError, "the model's state dict has more than tensors:", faults)
+        for key, value in named.items():
+            if key not in self.first:
+                self.first[key] = seen.setdefault(id(value), key)
+                self.shapes[self.first[key]] = tuple(value.shape)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Keys that are kept under another."""
+        return {key: first for key, first in self.first.items() if key != first}
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells what its stage has besides tensors: the first rank of each mesh does."""
+        return self.rank == 0 or any(self.rank == ranks[0] for ranks in self._writers.values())
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank holds the piece that is written, or one equal to it."""
+        return name not in self._writers or self.rank in self._writers[name]
+
+    def source(self, name: str) -> int | None:
+        """A rank that holds a parameter which not all ranks hold."""
+        ranks = self._writers.get(name, ())
+        return ranks[0] if 0 < len(ranks) < self.world else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank holds of the model, by first key, as pieces that share its memory."""
+        values = self.model.state_dict()
+        return {key: value for key, value in values.items() if self.first[key] == key}
+
+    def name_of(self, leaf: Any) -> str:
+        """The key of what an optimizer updates."""
+        if isinstance(leaf, ShardedParameter) or hasattr(leaf, "key"):
+            return name_of(leaf)
+        if id(leaf) not in self._names:
+            raise InputError(
+                f"the optimizer holds a parameter of shape {tuple(leaf.shape)} that is not of the model; "
+                "save its state with extra="
+            )
+        return self._names[id(leaf)]
+
+    def sorted(self, names: set[str]) -> list[str]:
+        return sorted(names, key=lambda name: (self._order.get(name, len(self._order)), name))
+
+    def filled(self, names: Iterable[str]) -> None:
+        """What has these keys was loaded."""
+        for prefix, part in self.compiled.items():
+            part._ready().filled({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+
+    def renew(self) -> None:
+        """What parameters have masters follows them: those were loaded. All ranks must call it."""
+        for part in self.compiled.values():
+            renew(part._ready().parameters.values())
+
+    def check_ready(self) -> None:
+        """Several ranks have one model only once it is compiled; and what is on meta has nothing to save."""
+        for part in self.compiled.values():
+            part._ready().check_filled()
+        if self.world > 1 and not self.compiled and isinstance(self.model, ParallelModel):
+            self.model._ready()
+
+
+def _prefix(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

@@ -1,0 +1,136 @@
+"""Where parameters are stored: a pipeline rank is the devices that run the same programs, with the shards they read.
+
+A plan without a pipeline has one. In a pipeline each stage is one, and a parameter that two stages read is held
+in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..emit import unit_of
+from ..errors import LoweringError, PlanError, raise_all
+from ..layout import Mesh
+from ..lower import LoweredProgram
+from ..plan import PlanStage
+from ..runtime.parameters.spec import ParameterSpec, parse, wanted_groups
+from ..runtime.parameters.state_dicts import Seats
+from ..runtime.world import Groups
+from .files import Generated
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRank:
+    """Devices in a mesh, the segments that they run, and what they hold."""
+
+    mesh: Mesh
+    segments: tuple[int, ...]
+    specs: tuple[ParameterSpec, ...]
+    wanted: tuple[tuple[str, ...], ...]  # the groups that its programs talk over
+
+    def groups(self) -> Groups:
+        """All ranks must make the groups of all pipeline ranks, in one order."""
+        return Groups(self.mesh, self.wanted)
+
+
+def find_pipeline_ranks(segments: Sequence[PlanStage], generated: Sequence[Generated]) -> tuple[PipelineRank, ...]:
+    """The pipeline ranks of a plan, in the order of their devices."""
+    meshes = sorted({segment.mesh for segment in segments}, key=lambda mesh: mesh.devices)
+    mesh_of: dict[int, Mesh] = {}
+    for mesh in meshes:
+        for device in mesh.devices:
+            if device in mesh_of:
+                raise PlanError(
+                    f"device {device} is in the meshes {mesh_of[device]} and {mesh}; "
+                    "all segments of a device have one mesh"
+                )
+            mesh_of[device] = mesh
+    return tuple(_pipeline_rank(mesh, segments, generated) for mesh in meshes)
+
+
+def _pipeline_rank(mesh: Mesh, segments: Sequence[PlanStage], generated: Sequence[Generated]) -> PipelineRank:
+    numbers = tuple(number for number, segment in enumerate(segments) if segment.mesh == mesh)
+    specs: dict[str, ParameterSpec] = {}
+    wanted: dict[tuple[str, ...], None] = {}
+    for number in numbers:
+        program, module = generated[number].program, generated[number].module
+        wanted |= dict.fromkeys(tuple(name.split("_")) for name in module.GROUPS)
+        for spec in check_table(program, parse(module.PARAMETERS, mesh, keys_in_use(program))):
+            if spec.name in specs and specs[spec.name] != spec:
+                raise PlanError(f"parameter {spec.name} is held in two ways by the segments of {mesh}")
+            specs[spec.name] = spec
+    wanted |= dict.fromkeys(sorted(wanted_groups(specs.values(), mesh)))
+    return PipelineRank(mesh=mesh, segments=numbers, specs=tuple(specs.values()), wanted=tuple(wanted))
+
+
+def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
+    """Refuse a table of parameters in a generated file that says something else than its program."""
+    faults: list[str] = []
+    wanted = {holding.key: holding for holding in program.parameters}
+    for spec in parsed:
+        holding = wanted.pop(spec.name, None)
+        if holding is None:
+            faults.append(f"{spec.name} is no parameter of the program")
+            continue
+        dtype = str(spec.dtype).removeprefix("torch.")
+        unit = unit_of(holding.key) if any(level == 3 for _, level in holding.zero) else ""
+        for what, there, here in (
+            ("keys", spec.keys, holding.keys), ("shape", spec.shape, holding.shape), ("dtype", dtype, holding.dtype),
+            ("trainable", spec.trainable, holding.trainable), ("layout", spec.layout, holding.layout),
+            ("zero", spec.zero, holding.zero), ("unit", spec.unit, unit),
+        ):  # fmt: skip
+            if there != here:
+                faults.append(f"{spec.name}: {what} is {there} in the file, and {here} in the program")
+    faults += [f"{key} is missing" for key in wanted]
+    raise_all(LoweringError, f"the parameters of {program.graph.name} are written down wrongly:", faults)
+    return parsed
+
+
+def with_masters(pp_ranks: Sequence[PipelineRank]) -> tuple[PipelineRank, ...]:
+    """The same, where what is trained in less than float32 has a master."""
+
+    def narrow(spec: ParameterSpec) -> bool:
+        return spec.trainable and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
+
+    return tuple(
+        replace(pp_rank, specs=tuple(replace(spec, master=True) if narrow(spec) else spec for spec in pp_rank.specs))
+        for pp_rank in pp_ranks
+    )
+
+
+def check_held(pp_ranks: Sequence[PipelineRank], known: Seats, generated: Sequence[Generated]) -> None:
+    """Refuse an entry that reads parameters on devices that do not hold them: the first entry decided who does."""
+    faults: list[str] = []
+    storage_options = {mesh: {spec.name for spec in specs} for mesh, specs in known}
+    for pp_rank in pp_ranks:
+        for key in [spec.name for spec in pp_rank.specs if spec.name not in storage_options.get(pp_rank.mesh, ())]:
+            there = [mesh.devices for mesh, names in storage_options.items() if key in names]
+            graphs = [generated[number].program.graph for number in pp_rank.segments]
+            readers = [graph.users[p.value] for graph in graphs for p in graph.parameters if p.key == key]
+            op = next((op for users in readers for op, _ in users), None)
+            if op is not None:  # else nobody reads it in this call, such as the decoder's while something is encoded
+                faults.append(f"{op} reads {key} on {_devices(pp_rank.mesh.devices)}, and it is on {_devices(*there)}")
+    raise_all(
+        PlanError,
+        "parameters are held by the devices that read them in the first call, and this call reads some elsewhere; make "
+        "the first call one that reads them there too, or use a plan without stages:",
+        faults,
+    )
+
+
+def _devices(*pp_ranks: tuple[int, ...]) -> str:
+    numbers = sorted({device for pp_rank in pp_ranks for device in pp_rank})
+    return f"device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def keys_in_use(program: LoweredProgram) -> list[str]:
+    """The keys of parameters in the order in which a program first reads them."""
+    used: dict[str, int] = {}
+    for number, op in enumerate(program.body):
+        for name in op.inputs:
+            used.setdefault(name.split("@")[0], number)
+    return [
+        parameter.key
+        for parameter in sorted(program.parameters, key=lambda parameter: used.get(parameter.value, len(used)))
+    ]

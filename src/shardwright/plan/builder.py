@@ -1,0 +1,291 @@
+"""A plan under construction: what a policy writes to.
+
+    builder.ops                        the ops that can be split, in order
+    builder.roles(op)                  how an op can be split
+    builder.split(op, axis, role)      split it so
+    builder.store(key, axis, level)    ZeRO level of a parameter
+    builder.recompute(path)            activation checkpointing of a module
+    builder.note(text)                 something the user should know
+
+A policy decides about the ops it cares about. `finish` then settles the rest: pending
+sums pass through linear ops where that saves a reduction, and ops that are not split return
+their gradients as pending sums where all their readers do and it costs no all_reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ..errors import PlanError
+from ..ir import Graph, Op
+from ..layout import INVARIANT, REPLICATE, Axis, Layout, Mesh, Partial, Placement
+from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_random
+from .plan import Plan, PlanStage
+from .recompute import faults_of, layers_of, regions_of
+from .strings import outer_of
+
+MB = "mb"
+"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
+
+
+class PlanBuilder:
+    """Choices for the ops of one graph on one mesh. With `lenient`, what an axis can't split stays replicated on it."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, analysis: Analysis | None = None, *, lenient: bool = False) -> None:
+        self.graph = graph
+        self.mesh, self.lenient = mesh, lenient
+        self.analysis = analysis or analyse(graph)
+        self.choices: dict[str, dict[str, str]] = {}
+        self.storage: dict[str, dict[str, int]] = {}
+        self.recomputed: list[str] = []
+        self.foreseen: dict[str, frozenset[str]] = {}  # by axis: values whose sums over it are known beforehand
+        self.notes: list[str] = list(graph.notes)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops that are worth splitting: constants are computed once, replicated."""
+        return self.analysis.live
+
+    def signature(self, op: Op) -> Signature:
+        return self.analysis.signatures[op.name]
+
+    def roles(self, op: Op) -> tuple[Role, ...]:
+        return self.signature(op).roles
+
+    def chosen(self, op: Op, axis: Axis) -> str | None:
+        return self.choices.get(op.name, {}).get(axis.name)
+
+    def role_on(self, op: Op, axis: Axis) -> Role | None:
+        """The role that an op is split on along an axis."""
+        chosen = self.chosen(op, axis)
+        return next((role for role in self.roles(op) if role.name == chosen), None)
+
+    def left_of(self, op: Op, axis: Axis, atom: int) -> int:
+        """How much of an atom the other axes leave of an op."""
+        size = self.analysis.atoms.size[atom]
+        for other in self.mesh.axes:
+            role = self.role_on(op, other) if other != axis else None
+            size = size // other.size if role is not None and role.atom == atom else size
+        return size
+
+    def split(self, op: Op, axis: Axis, role: Role) -> None:
+        """Split an op on a role along an axis."""
+        if self.lenient and not role.fills(axis.size):
+            return
+        if role.size < axis.size:
+            raise PlanError(
+                f"{op}: {axis.name}={axis.size} is larger than {role.name}, which has {role.size}; use a smaller axis"
+            )
+        if not role.fills(axis.size):
+            raise PlanError(
+                f"{op}: {role.name} has {role.size}, which {axis.name}={axis.size} shares so that the last device gets "
+                "nothing; use another axis size"
+            )
+        self.choices.setdefault(op.name, {})[axis.name] = role.name
+
+    def store(self, key: str, axis: Axis, level: int) -> None:
+        """Shard a parameter's optimizer state (level 1), gradient too (2), or all of it (3) along an axis."""
+        self.storage.setdefault(key, {})[axis.name] = level
+
+    def recompute(self, path: str) -> None:
+        """Activation checkpointing: save only the inputs of a module ("blocks.3", "blocks.3.mlp") for backward."""
+        if path not in self.recomputed:
+            self.recomputed.append(path)
+
+    def recompute_layers(self) -> None:
+        """Recompute every repeated layer that can be."""
+        layers = layers_of(self.graph)
+        if not layers:
+            raise PlanError("'recompute' is for repeated layers, and the model has none; name modules in the plan file")
+        for path in layers:
+            faults = faults_of(self.graph, path)
+            for why in faults:
+                self.note(f"{path} is not recomputed by the plan, {why}")
+            if not faults:
+                self.recompute(path)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def role_among(self, op: Op, axis: Axis, atoms: Iterable[int]) -> Role | None:
+        """The role of an op that takes one of some atoms; of several, the one its inputs already have."""
+        wanted = set(atoms)
+        roles = [role for role in self.roles(op) if role.atom in wanted]
+        if len(roles) < 2:
+            return roles[0] if roles else None
+        return max(roles, key=lambda role: self._agreement(op, axis, role))
+
+    def _agreement(self, op: Op, axis: Axis, role: Role) -> int:
+        score = 0
+        for bound in self.signature(op).inputs:
+            producer = self.graph.producer.get(bound.value)
+            if producer is None or axis.name not in self.choices.get(producer.name, {}):
+                continue
+            shard = self.output_layout(producer, bound.value).shard_of(axis.name)
+            score += shard is not None and shard[0] == bound.dim_of(role.label)
+        return score
+
+    def output_layout(self, op: Op, value: str) -> Layout:
+        _, outputs = self.signature(op).layouts(self.choices.get(op.name, {}), self.mesh)
+        return outputs[op.outputs.index(value)]
+
+    def finish(self, policy: str, cluster: str = "", *, settle: bool = True) -> Plan:
+        """Settle what no policy decided (unless everything is), and make the plan."""
+        for axis in self.mesh.axes if settle else ():
+            self._pass_partial(axis)
+            self._fan(axis)
+        for op in self.ops:
+            if is_random(op):
+                self.note(f"{op} draws random numbers, which all devices draw alike and whole")
+            elif self.signature(op).rule is None:
+                why = self.signature(op).why
+                self.note(f"{op} has no rule and runs whole on every device{f': {why}' if why else ''}")
+        self._note_probed()
+        if self.storage:  # said of every parameter, so that a star in the file takes in none that is left alone
+            for parameter in self.graph.parameters:
+                self.storage.setdefault(parameter.key, {})
+        regions_of(self.graph, self.recomputed)  # refuses what can't be
+        segment = PlanStage(
+            mesh=self.mesh,
+            choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops},
+            recompute=tuple(self.recomputed),
+        )
+        return Plan(
+            model=self.graph.name,
+            policy=policy,
+            cluster=cluster,
+            fingerprints={self.graph.entry: self.graph.fingerprint},
+            entries={self.graph.entry: (segment,)},
+            storage={key: tuple(levels.items()) for key, levels in self.storage.items()},
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+
+    def _note_probed(self) -> None:
+        """Say which rules nobody wrote, once for each kind of op and rule."""
+        count: dict[tuple[str, str], int] = {}
+        for op in self.ops:
+            rule = self.signature(op).rule
+            if rule is not None and rule.probed and not self.roles(op):
+                self.note(f"{op} runs whole on every device: it was probed, and no split of it recombines")
+            elif rule is not None and rule.probed:
+                count[op.target, rule.text] = count.get((op.target, rule.text), 0) + 1
+        for (target, text), number in count.items():
+            have = "1 op has" if number == 1 else f"{number} ops have"
+            self.note(f"{have} a rule found by probing: {target}: {text}")
+
+    def _pass_partial(self, axis: Axis) -> None:
+        """Let pending sums through linear ops where all summands are pending, and nothing else needs the sum."""
+        partial: set[str] = set()
+        sinks, foreseen = set(self.graph.sinks()), self.foreseen.get(axis.name, frozenset())
+        for op in self.graph.ops:
+            if self.chosen(op, axis) is None:
+                group = self._open_group(op, partial, sinks, axis)
+                if group is not None:
+                    self.choices.setdefault(op.name, {})[axis.name] = f"{ROWS}{group}"
+            choice = self.chosen(op, axis)
+            if choice is not None:
+                _, outputs = self.signature(op).layouts({axis.name: choice}, self.mesh)
+                partial.update(
+                    name
+                    for name, out in zip(op.outputs, outputs, strict=True)
+                    if isinstance(out.placement(axis.name), Partial) and name not in foreseen
+                )
+
+    def _open_group(self, op: Op, partial: set[str], sinks: set[str], axis: Axis) -> int | None:
+        values = self.graph.values
+        signature = self.signature(op)
+        if not any(name in partial for name in op.inputs):
+            return None
+        if axis.name != MB and not any(values[name].gradient for name in op.outputs):  # in time there is no other way
+            return None
+        for group in signature.linear_groups():
+            members = [bound.value for bound in signature.inputs if bound.linear == group]
+            others = [bound.value for bound in signature.inputs if bound.linear != group]
+            small = all(values[name].elements == 1 for name in (*members, *op.outputs))
+            if not any(name in partial for name in members) or any(name in partial for name in others):
+                continue
+            if not all(name in partial for name in members) and not small:
+                continue
+            if any(values[name].gradient for name in others) and not small:
+                continue
+            if (
+                any(name in sinks or len(self.graph.users[name]) > 1 for name in members if name in partial)
+                and not small
+            ):
+                continue
+            if sum(values[name].elements for name in op.outputs) <= sum(values[name].elements for name in members):
+                return group
+        return None
+
+    def _fan(self, axis: Axis) -> None:
+        """Ops that are not split may return gradients as pending sums, where all readers of their results do.
+
+        For those that depend on parameters only, the parameter's own sync sums them. Others must not cost a sum: what
+        they read is summed over the axis anyway, for another op that reads it, or over the axis around this one.
+        """
+        lean, sinks = {op.name for op in self.analysis.lean}, set(self.graph.sinks())
+        unsplit = [op for op in self.graph.ops if self.chosen(op, axis) is None and self._has_gradient(op)]
+        candidates = {op.name: op for op in unsplit if op.name not in lean and axis.name != MB}
+        for _ in tuple(candidates):
+            handed: dict[str, Op] = {}
+            for op in reversed(candidates.values()):
+                if all(self._handed_back(name, axis, sinks, handed, allow_shard=True) for name in op.outputs):
+                    handed[op.name] = op
+            remaining = self._summed_anyway(tuple(reversed(handed.values())), axis, lean)
+            if len(remaining) == len(candidates):
+                break
+            candidates = remaining  # an op that drops out may take others with it that relied on it
+        for op in candidates.values():
+            self.choices.setdefault(op.name, {})[axis.name] = FAN
+        for op in reversed(unsplit):
+            if op.name in lean and all(
+                self._handed_back(name, axis, sinks, {}, allow_shard=False) for name in op.outputs
+            ):
+                self.choices.setdefault(op.name, {})[axis.name] = FAN
+
+    def _has_gradient(self, op: Op) -> bool:
+        return any(self.graph.values[name].gradient for name in op.outputs)
+
+    def _handed_back(
+        self, value: str, axis: Axis, sinks: set[str], handed: Mapping[str, Op], *, allow_shard: bool
+    ) -> bool:
+        """Whether every use of a value returns a pending sum as its gradient; with `allow_shard`, or a shard of it."""
+        if not self.graph.values[value].gradient:
+            return True
+        if value in sinks or not self.graph.users[value]:
+            return False
+        for op, index in self.graph.users[value]:
+            if op.name in handed:
+                continue
+            placement = self._read(op, index, axis)
+            if placement != REPLICATE and not (placement is None and allow_shard):
+                return False
+        return True
+
+    def _read(self, op: Op, index: int, axis: Axis) -> Placement | None:
+        """How an op reads an input along an axis; None if the axis shards it."""
+        choice = self.chosen(op, axis)
+        if choice is None:
+            return INVARIANT
+        inputs, _ = self.signature(op).layouts({axis.name: choice}, self.mesh)
+        return inputs[index].placement(axis.name)
+
+    def _summed_anyway(self, ops: Sequence[Op], axis: Axis, lean: Collection[str]) -> dict[str, Op]:
+        """The ops of some, in order, for which no sum is made if they hand gradients back in parts."""
+        graph, outer = self.graph, outer_of(axis.name, self.mesh)
+        axes = (axis,) if outer is None else (axis, outer)
+        free_ops: dict[str, Op] = {}
+
+        def summed(value: str) -> bool:
+            producer = graph.producer.get(value)
+            if producer is not None and (producer.name in free_ops or producer.name in lean):
+                return True
+            return any(self._read(user, at, along) == REPLICATE for user, at in graph.users[value] for along in axes)
+
+        for op in ops:
+            differentiated = [
+                name for name in op.inputs if graph.values[name].gradient and graph.parameter_of(name) is None
+            ]
+            if differentiated and all(summed(name) for name in differentiated):
+                free_ops[op.name] = op
+        return free_ops

@@ -1,0 +1,197 @@
+"""The plan of a pipeline whose segments were solved, and the memory of each pipeline rank by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...cluster import Cluster
+from ...cost import MemoryPeak, TrainingSetup, backend_traits
+from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
+from ...ir.paths import is_inside
+from ...layout import Axis, Layout, Mesh, make_layout
+from ...rules import Analysis
+from ...schedule import schedule_kind
+from ..builder import PlanBuilder
+from ..meshes import axis_names
+from ..pipeline import MB, timed
+from ..plan import Plan, PlanStage
+from ..stages import OpSequence, StagedGraph, split_graph
+from .ranks import RankDevices
+from .refine import SolvedStage
+from .trial import PipelineTrial
+
+Choices = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolvedPipeline:
+    """A trial with its segments solved."""
+
+    trial: PipelineTrial
+    solved: tuple[SolvedStage, ...]
+    line: OpSequence
+    places: tuple[int, ...]  # bounds of blocks in the op sequence
+    local: bool = False  # the graph is that of one microbatch
+
+    @property
+    def times(self) -> int:
+        """Into how many microbatches the graph's batch is split."""
+        return 1 if self.local else self.trial.microbatches
+
+    @property
+    def analysis(self) -> Analysis:
+        return self.line.analysis
+
+    @cached_property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The ops of each segment."""
+        return self.line.parts([self.places[bound] for bound in self.trial.bounds[1:-1]])
+
+    @cached_property
+    def staged(self) -> StagedGraph:
+        return split_graph(self.line, self.parts)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What the axes of pipeline ranks are called in the plan."""
+        data, inner = self.trial.pp_ranks[0].names
+        every: dict[str, Mapping[str, str]] = {}
+        for solved, part in zip(self.solved, self.parts, strict=True):
+            choices = solved.solution.tables.choices(solved.solution.picked)
+            every |= {name: choices[name] for name in part if name in choices}
+        used = {
+            data: any(s.data > 1 for s in self.trial.pp_ranks),
+            inner: any(s.inner > 1 for s in self.trial.pp_ranks),
+        }
+        mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, present in used.items() if present))
+        renamed = axis_names(self.analysis, mesh, every)
+        return {data: data, inner: inner, **renamed}
+
+    def choices(self, number: int) -> Choices:
+        """The choice of each op of a segment on its axes, including the microbatch axis."""
+        return self._choices[number]
+
+    @cached_property
+    def _choices(self) -> list[Choices]:
+        return [self._chosen(number) for number in range(len(self.solved))]
+
+    @cached_property
+    def _every(self) -> dict[str, Mapping[str, str]]:
+        """The choices of all ops, each in its own segment."""
+        return {name: choice for choices in self._choices for name, choice in choices.items()}
+
+    def _chosen(self, number: int) -> Choices:
+        solved, pp_rank = self.solved[number], self.pp_rank(number)
+        data, inner = pp_rank.names
+        chosen: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
+        choices = solved.solution.tables.choices(solved.solution.picked)
+        for name in chosen:
+            choice = choices.get(name, {})
+            if data in choice and self.times > 1:
+                chosen[name][MB] = choice[data]
+            if data in choice and pp_rank.data > 1:
+                chosen[name][self.names[data]] = choice[data]
+            if inner in choice and pp_rank.inner > 1:
+                chosen[name][self.names[inner]] = choice[inner]
+        return chosen
+
+    def pp_rank(self, number: int) -> RankDevices:
+        return self.trial.pp_ranks[self.trial.holders[number]]
+
+    def mesh(self, number: int) -> Mesh:
+        pp_rank = self.pp_rank(number)
+        axes = tuple(Axis(name=self.names[axis.name], size=axis.size) for axis in pp_rank.mesh.axes)
+        return Mesh(axes=axes, devices=pp_rank.devices)
+
+    def recompute(self, number: int) -> tuple[str, ...]:
+        solved, inside = self.solved[number], set(self.parts[number])
+        paths = solved.solution.tables.recompute(solved.solution.picked)
+        under = self.analysis.graph.under
+        return tuple(path for path in paths if any(op.name in inside for op in under[path]))
+
+    @cached_property
+    def storage(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """How parameters are stored; those of several segments as in the first."""
+        storage: dict[str, tuple[tuple[str, int], ...]] = {}
+        for number, solved in enumerate(self.solved):
+            tables, states = solved.solution.tables, solved.solution.picked
+            for parameter in self.staged.graphs[number].parameters:
+                if parameter.key in tables.skeleton.storage_options and parameter.key not in storage:
+                    levels = tables.home(parameter.key, states)[1]
+                    storage[parameter.key] = tuple((self.names[axis], level) for axis, level in levels)
+        return storage
+
+    def plan(self, cluster: Cluster, notes: Sequence[str] = ()) -> Plan:
+        """The plan, without its prediction."""
+        graph, trial = self.analysis.graph, self.trial
+        builder = PlanBuilder(graph, Mesh(axes=()), self.analysis)
+        base = builder.finish("auto", str(cluster), settle=False)
+        segments = tuple(
+            PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
+            for number in range(len(self.solved))
+        )
+        every = {parameter.key: self.storage.get(parameter.key, ()) for parameter in graph.parameters}
+        return replace(
+            base,
+            entries={graph.entry: segments},
+            storage=every if any(every.values()) else {},
+            microbatches=trial.microbatches,
+            schedule=trial.schedule,
+            local=self.local,
+            notes=tuple(dict.fromkeys((*base.notes, *notes))),
+        )
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
+        """The memory peak of a device of each pipeline rank."""
+        trial, kind = self.trial, schedule_kind(self.trial.schedule)
+        walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
+        pp_ranks = len(trial.pp_ranks)
+        schedule = kind.make(pp_ranks, min(trial.microbatches, 3 * pp_ranks * kind.segments))
+        return tuple(rank_memory(schedule, pp_rank, walked, training) for pp_rank in range(pp_ranks))
+
+    def _walk(self, number: int, cluster: Cluster, training: TrainingSetup) -> StageMemory:
+        graph = self.staged.graphs[number]
+        signatures = {op.name: self.analysis.signatures[op.name] for op in graph.ops}
+        analysis = replace(self.analysis, graph=graph, signatures=signatures)
+        mesh = timed(replace(self.mesh(number), devices=()), self.times)
+        choices = self._choices_inside(number)
+        crossing = {value.value for value in self.staged.crossings if number in (value.giver, value.taker)}
+        borders = {value: self._border(analysis, value, choices, mesh) for value in crossing}
+        device = cluster.device(self.pp_rank(number).devices[0]).name
+        return simulate_stage_memory(
+            analysis, mesh, choices, self.storage, training, self.recompute(number), borders,
+            time=MB, traits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
+        )  # fmt: skip
+
+    def _choices_inside(self, number: int) -> Choices:
+        """The choices of all ops that a segment runs, including those that another segment runs too."""
+        axes = {*self.mesh(number).names, MB}
+        return {
+            op.name: {axis: role for axis, role in self._every[op.name].items() if axis in axes}
+            for op in self.staged.graphs[number].ops
+        }
+
+    def _border(self, analysis: Analysis, value: str, choices: Choices, mesh: Mesh) -> Layout:
+        """The layout of a value that crosses: as produced, or as its first reader takes it, without pending sums."""
+        graph = analysis.graph
+        maker = graph.producer.get(value)
+        if maker is not None:
+            _, outputs = analysis.signatures[maker.name].layouts(choices[maker.name], mesh)
+            return make_layout(outputs[maker.outputs.index(value)].shards)
+        user, index = graph.users[value][0]
+        return make_layout(analysis.signatures[user.name].layouts(choices[user.name], mesh)[0][index].shards)
+
+
+def layers_of_part(names: Sequence[str]) -> list[str]:
+    """The modules of some ops, down to the items of lists: "blocks.3"."""
+    layers: dict[str, None] = {}
+    for name in names:
+        path = name.partition(" / ")[0]
+        parts = path.split(".")
+        numbered = next((at for at, part in enumerate(parts) if part.split("@")[0].isdigit()), None)
+        layers.setdefault(".".join(parts[: numbered + 1]) if numbered is not None else path)
+    return [path for path in layers if not any(path != other and is_inside(path, other) for other in layers)]

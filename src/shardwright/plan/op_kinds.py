@@ -1,0 +1,104 @@
+"""Ops that differ in nothing but their names, as those of equal layers do, are of one kind.
+
+Everything the search computes about an op it computes once for its kind, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+
+from ..cost import TrainingSetup, flops, is_matmul, local_call
+from ..cost.saved_for_backward import saved_bytes
+from ..cost.strides import VIEWS, op_kind
+from ..ir import Op
+from ..ir.paths import layer_of
+from ..layout import Mesh
+from ..rules import Analysis
+from ..rules.user_calls import OPAQUE
+
+ALONE = Mesh(axes=())
+
+
+class OpKinds:
+    """The kinds of a graph's ops, by number; the first op of a kind stands for all."""
+
+    def __init__(
+        self, analysis: Analysis, training: TrainingSetup, decisions: Mapping[str, object] | None = None
+    ) -> None:
+        """`decisions` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
+        self.analysis, self.training, self.graph = analysis, training, analysis.graph
+        self.decisions = decisions or {}
+        self.backward = analysis.graph.entry.startswith("train")
+        self.live, self.lean = analysis.live, frozenset(op.name for op in analysis.lean)
+        self.of: dict[str, int] = {}
+        self.first: list[Op] = []
+        self._keeps: dict[int, tuple[tuple[bool, ...], tuple[bool, ...]]] = {}
+        numbers: dict[Hashable, int] = {}
+        for op in self.live:
+            kind = numbers.setdefault(self._key(op), len(numbers))
+            self.of[op.name] = kind
+            if kind == len(self.first):
+                self.first.append(op)
+            analysis.signatures[op.name].is_like(analysis.signatures[self.first[kind].name])
+
+    def _key(self, op: Op) -> Hashable:
+        signature = self.analysis.signatures[op.name]
+        blocks, dims, graph = self.analysis.atoms.blocks, self.analysis.dims, self.graph
+        shapes = []
+        for name in (*op.inputs, *op.outputs):
+            value, parameter = graph.values[name], graph.parameter_of(name)
+            shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
+        every = [dim for name in op.inputs for dim in dims[name]]
+        roles = [(role.name, role.size, *(blocks(dim, role.atom) for dim in every)) for role in signature.roles]
+        arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
+        rule = signature.rule.text if signature.rule else ""
+        decision = repr(self.decisions.get(op.name)) if self.decisions else ""
+        flags = (op.no_grad, op.region is None, op.name in self.lean)
+        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), decision, flags
+
+    @cached_property
+    def work(self) -> dict[str, dict[int, float]]:
+        """In each layer, for each atom of a parameter, the FLOPs of the matmuls that can be split on it."""
+        work: dict[str, dict[int, float]] = {}
+        for op in self.live:
+            signature = self.analysis.signatures[op.name]
+            if is_matmul(signature):
+                sums = work.setdefault(layer_of(op.module_path), {})
+                for atom in {role.atom for role in signature.roles} & self.analysis.owned:
+                    sums[atom] = sums.get(atom, 0.0) + flops(signature)
+        return work
+
+    def keeps(self, kind: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which inputs and which outputs of an op are saved for backward."""
+        if kind not in self._keeps:
+            op = self.first[kind]
+            signature = self.analysis.signatures[op.name]
+            if self.backward:
+                inputs, outputs, _ = saved_bytes(local_call(signature, {}, ALONE, self.training), signature)
+            else:
+                inputs, outputs = (False,) * len(op.inputs), (False,) * len(op.outputs)
+            self._keeps[kind] = inputs, outputs
+        return self._keeps[kind]
+
+    @cached_property
+    def wanted(self) -> dict[str, bool]:
+        """Whether backward needs a value, itself or through a view of it."""
+        needed: dict[str, bool] = dict.fromkeys(self.graph.values, False)
+        for op in reversed(self.live):
+            through = aliases_input(op) and any(needed[name] for name in op.outputs)
+            saved_inputs, _ = self.keeps(self.of[op.name])
+            for index, name in enumerate(op.inputs):
+                needed[name] = needed[name] or saved_inputs[index] or (index == 0 and through)
+        return needed
+
+    def reads_kept(self, op: Op, index: int) -> bool:
+        """Whether backward needs what an op reads."""
+        if self.keeps(self.of[op.name])[0][index]:
+            return True
+        return index == 0 and aliases_input(op) and any(self.wanted[name] for name in op.outputs)
+
+
+def aliases_input(op: Op) -> bool:
+    """Whether what an op makes lies in the storage of its input."""
+    return op_kind(op.target) in VIEWS

@@ -1,0 +1,134 @@
+"""What a program sends: its collectives by kind and axis, with counts and bytes, both directions.
+
+Bytes are those of the tensor that a rank hands to a collective or gets from it, whichever is
+larger; what really crosses the wire depends on the algorithm, and is not this room's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..ir.graph import ITEM_SIZE
+from ..layout import REPLICATE, Layout
+from ..lower import LoweredProgram, ParameterPlacement, reshard_kind
+from ..reshard import COLLECTIVES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IssuedCollective:
+    """One collective of a step."""
+
+    when: str  # "forward", "backward", "once a step"
+    collective: str
+    axes: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """Collectives of one kind over the same axes."""
+
+    when: str
+    collective: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: int
+
+
+def totals(program: LoweredProgram) -> tuple[CollectiveTotal, ...]:
+    """What one training step sends, added up, in the order forward, backward, once a step."""
+    sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    for sent in (*_of_converters(program), *_of_parameters(program)):
+        sums.setdefault((sent.when, sent.collective, sent.axes), []).append(sent.bytes)
+    order = {"forward": 0, "backward": 1, "once a step": 2}
+    return tuple(
+        CollectiveTotal(when=when, collective=collective, axes=axes, count=len(numbers), bytes=sum(numbers))
+        for (when, collective, axes), numbers in sorted(sums.items(), key=lambda item: (order[item[0][0]], item[0]))
+    )
+
+
+KEEP_NOTHING = frozenset(
+    "add sub neg clone view reshape _unsafe_view transpose permute split split_with_sizes unbind chunk slice select "
+    "unsqueeze squeeze expand t contiguous".split()
+)
+"""Ops whose backward reads no value."""
+
+
+def runs_again(program: LoweredProgram) -> set[str]:
+    """The ops that backward runs again: those of a region up to the last one that keeps something."""
+    names: set[str] = set()
+    pending: dict[str, list[str]] = {}
+    for op in program.body:
+        if op.region is not None:
+            pending.setdefault(op.region, []).append(op.name)
+            keeps = not op.target.startswith("comm.") and op.target.split(".")[1] not in KEEP_NOTHING
+            if keeps and any(program.values[name].gradient for name in op.outputs):
+                names.update(pending.pop(op.region))
+    return names
+
+
+def _of_converters(program: LoweredProgram) -> Iterator[IssuedCollective]:
+    again = runs_again(program)
+    for op in program.body:
+        kind = reshard_kind(op)
+        if kind is None:
+            continue
+        forward, backward = COLLECTIVES[kind]
+        value, axes = program.values[op.inputs[0]], op.argument("axes")
+        size = _local_bytes(program, value.shape, value.dtype, program.layouts[op.inputs[0]])
+        if kind in ("all_gather", "all_gather_to_r"):
+            size *= math.prod(program.mesh.sizes[axis] for axis in axes)
+        if forward:
+            yield IssuedCollective(when="forward", collective=forward, axes=axes, bytes=size)
+        if forward and op.name in again and program.graph.entry.startswith("train"):
+            yield IssuedCollective(when="backward", collective=forward, axes=axes, bytes=size)
+        if backward and value.gradient and program.graph.entry.startswith("train"):
+            yield IssuedCollective(when="backward", collective=backward, axes=axes, bytes=size)
+
+
+def _of_parameters(program: LoweredProgram) -> Iterator[IssuedCollective]:
+    """Once a step: sums of gradients, and what ZeRO gathers (in fact joined into buckets)."""
+    if not program.graph.entry.startswith("train"):
+        return
+    for holding in program.parameters:
+        size = parameter_bytes(program, holding)
+        level = max((level for _, level in holding.zero), default=0)
+        stored = tuple(axis for axis, _ in holding.zero)
+        sums = tuple(axis for axis in program.mesh.names if holding.layout.placement(axis) == REPLICATE)
+        rest = tuple(axis for axis in sums if axis not in stored or level < 2)
+        if holding.trainable and rest:
+            yield IssuedCollective(when="once a step", collective="all_reduce", axes=rest, bytes=size)
+        if holding.trainable and stored and level >= 2:
+            yield IssuedCollective(when="once a step", collective="reduce_scatter", axes=stored, bytes=size)
+        for _ in range({0: 0, 3: 2 if holding.trainable else 1}.get(level, 1)):
+            yield IssuedCollective(when="once a step", collective="all_gather", axes=stored, bytes=size)
+
+
+def parameter_bytes(program: LoweredProgram, holding: ParameterPlacement) -> int:
+    """What a rank computes with of a parameter."""
+    return _local_bytes(program, holding.shape, holding.dtype, holding.layout)
+
+
+def stored_bytes(program: LoweredProgram, holding: ParameterPlacement, level: int) -> int:
+    """What a rank keeps of something that is split from a ZeRO level on: 1 state, 2 gradient, 3 parameter."""
+    size = parameter_bytes(program, holding)
+    for axis, level_of_axis in holding.zero:
+        if level_of_axis >= level:
+            size = -(-size // program.mesh.sizes[axis])
+    return size
+
+
+def _local_bytes(program: LoweredProgram, shape: tuple[int, ...], dtype: str, layout: Layout) -> int:
+    first = dict.fromkeys(program.mesh.names, 0)
+    return math.prod(layout.local_shape(shape, program.mesh.sizes, first)) * ITEM_SIZE.get(dtype, 4)
+
+
+def format_bytes(size: float) -> str:
+    """A size as people say it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,42 @@
+"""What screens are made of: indented lines, tables without borders, times and shares in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+
+def parts_of_time(kinds: Mapping[str, float], step: float, stopped: bool) -> Iterator[Padding]:
+    """What a step is made of, and whether the search for it was stopped."""
+    if stopped:
+        yield indented("the search was stopped before its end: there may be better plans")
+    yield indented(
+        ", ".join(f"{kind} {format_time(seconds)} ({percent(seconds / step)})" for kind, seconds in kinds.items())
+    )
+
+
+def indented(text: str) -> Padding:
+    return Padding(Text(text), (0, 0, 0, 2), expand=False)
+
+
+def table_of(*heads: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in heads:
+        number = head.startswith(">")
+        table.add_column(head.lstrip(">"), justify="right" if number else "left", no_wrap=head != heads[0])
+    return table
+
+
+def format_time(seconds: float) -> str:
+    """A time as people say it."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}" if abs(seconds) < 100 * size else f"{seconds / size:.0f} {unit}"
+    return "0" if seconds == 0 else f"{seconds * 1e6:.2g} us"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.1f} %" if abs(part) < 0.0995 else f"{100 * part:.0f} %"

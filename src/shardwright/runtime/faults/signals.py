@@ -1,0 +1,80 @@
+"""Signals that ask a run to end: it ends after the step that runs, on all ranks, even if only one was told.
+
+    with StopSignals() as signals:
+        for batch in batches:
+            ...
+            if signals.agreed():
+                sw.save(...)
+                break
+
+A cluster sends SIGTERM before it kills, and Slurm SIGUSR1 if asked (--signal=USR1@120). SIGTERM once more means at
+once; but not within a few seconds of the first, since a launcher and its scheduler may both send one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from shardwright.errors import InputError
+
+from ..collectives import objects
+
+USUAL = ("SIGTERM", "SIGUSR1")
+PAUSE = 5.0  # seconds in which a second SIGTERM is the same as the first
+
+
+class StopSignals(AbstractContextManager["StopSignals"]):
+    """Listens to signals while it is open. `received` is the name of the first that came to this rank."""
+
+    def __init__(self, names: Sequence[str] = USUAL, then: Callable[[str], None] | None = None) -> None:
+        """`then` is called with the name of the first signal, between two lines of the main thread."""
+        strange = [name for name in names if not isinstance(getattr(signal, name, None), signal.Signals)]
+        if strange:
+            raise InputError(f"{', '.join(strange)}: not a signal of this system; use names such as SIGTERM")
+        self.names, self.received = tuple(names), ""
+        self._then, self._before, self._when = then, dict[int, Any](), 0.0
+        self._process = os.getpid()
+
+    def __enter__(self) -> StopSignals:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Begin to listen. Only a main thread can."""
+        if threading.current_thread() is threading.main_thread() and not self._before:
+            for name in self.names:
+                number = int(getattr(signal, name))
+                self._before[number] = signal.signal(number, self._come)
+
+    def close(self) -> None:
+        """Signals do again what they did before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if os.getpid() != self._process:  # a worker of a loader, forked meanwhile: not its business
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if self.received and number == signal.SIGTERM and now - self._when > PAUSE:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self.received:
+            self.received, self._when = signal.Signals(number).name, now
+            if self._then is not None:
+                self._then(self.received)
+
+    def agreed(self) -> bool:
+        """Whether any rank has received one. All ranks must call it, after the same steps: one small all_gather."""
+        return any(objects.all_gather_numbers(int(bool(self.received)), "whether to stop"))

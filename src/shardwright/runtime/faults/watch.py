@@ -1,0 +1,398 @@
+"""When a rank fails, the others stop and say which one and why, instead of waiting.
+
+Ranks report failures through the store of the default process group, apart from all
+collectives. A small thread of each rank writes there once a second that it lives.
+
+    what happens                      what the others see            what they raise
+    -------------------------------   ----------------------------   --------------------------------
+    a rank raises                     its connections close, its     RankError with the rank and its
+                                      error is in the store          error
+    a rank is killed                  its connections close, its     RankError that names the lost rank
+                                      process is gone
+    a rank raises and lives on, or    nothing at all: they wait      the thread prints that RankError and
+    its machine is lost                                              ends the process, since nothing can
+                                                                     wake a thread that waits in gloo
+    a rank sleeps, or leaves a        nothing, until the process     RankError with the op, its line, who has
+    collective out                    group's timeout                come to it and where the others are
+
+`Watch` is a context for what may fail (`with watch: ...`), `report_failure` a decorator for what
+autograd calls. Neither costs anything as long as nothing fails. An error that all ranks
+raise alike (a wrong batch) is everybody's own: nobody is stopped by it. Errors are kept by
+the number of the call of a model, so that one that was caught does not matter later.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from shardwright.errors import RankError
+
+from .. import world
+from ..collectives import shared_memory
+from ..collectives.processes import machine_name, runs
+from . import flight_recorder
+from .hang_report import Inquiry
+
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 10.0  # seconds without one after which a rank counts as lost, once something has failed
+PATIENCE = 60.0  # seconds in one collective after which a rank asks whether all others live
+LATE = 600.0  # seconds that ranks may be apart when a model is compiled
+GRACE = 5.0  # seconds that a waiting thread gets to fail by itself, before its process is ended
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SIGNS = (
+    "gloo",
+    "NCCL",
+    "Connection closed",
+    "Connection reset",
+    "Socket",
+    "process group",
+    "timeout caused pair closure",
+)
+_RUNTIME = os.path.dirname(os.path.dirname(__file__))
+_WAITING_IN = (os.path.dirname(dist.__file__), _RUNTIME, os.path.join("torch", "autograd"))
+
+
+class Watch(AbstractContextManager[None]):
+    """This rank's word to the others, and theirs to it."""
+
+    def __init__(self, group: dist.ProcessGroup, store: Any, rank: int, size: int) -> None:
+        self.of = ref(group)
+        self.rank, self.size = rank, size
+        self.call = 0  # how many times a model was called: the same on all ranks
+        self.failed = -1  # the call in which this rank raised an error of its own
+        self._store = PrefixStore("shardwright/faults", store)
+        self._others = [other for other in range(size) if other != rank]
+        self._who: dict[int, int | None] = {}  # process numbers of the ranks on this machine
+        self._thread_watched = threading.get_ident()
+        self._notes = flight_recorder.begin()
+        self._inquiry = Inquiry(self._store, rank, size, self._notes)
+        limit = world.timeout_of(group)
+        self._limit = LATE if limit is None else limit.total_seconds()
+        self._prints = world.here().device.type != "cpu"  # NCCL's own watch ends the process without a word of ours
+        self._ended = threading.Event()
+        self._store.set(f"who/{rank}", f"{machine_name()} {os.getpid()}")
+        self._store.set(f"beat/{rank}", "0 0")
+        self._beat = BEAT * max(1.0, size / 256)
+        self._thread = threading.Thread(target=self._live, name="shardwright-faults", daemon=True)
+        self._before, sys.excepthook = sys.excepthook, self._uncaught
+        self._thread.start()
+        atexit.register(self.end)
+
+    # -- the thread that works -----------------------------------------------------------
+
+    def begin(self) -> None:
+        """A call of a model begins."""
+        self.call += 1
+        self._thread_watched = threading.get_ident()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank; or, if it is theirs, raise what they said."""
+        if isinstance(error, RankError) or getattr(error, "reported", False):
+            return
+        error.reported = True  # type: ignore[attr-defined]
+        if not is_secondary_failure(error):
+            self.publish(self.rank, _describe(error))
+            self.failed = self.call
+            return
+        failure = self.find()
+        if failure is not None:
+            raise RankError(failure) from error
+
+    def publish(self, rank: int, text: str) -> None:
+        """Write down what went wrong in this call; the first to write is believed."""
+        if self.failed != self.call or rank != self.rank:
+            try:
+                self._store.compare_set(f"fault/{self.call}", "", json.dumps({"rank": rank, "text": text}))
+            except RuntimeError:  # the store is gone, and with it everybody who could read
+                return
+
+    def find(self, wait: float = SILENCE + 3 * BEAT) -> str | None:
+        """Which rank has failed in this call, and how; None if nothing is known after a while."""
+        start = time.monotonic()
+        beats: dict[int, tuple[bytes, float]] = {}
+        try:
+            while True:
+                reported = self._reported() or self._hung()
+                lost = [] if reported else self._gone() or self._silent(beats)
+                if reported or lost:
+                    return reported or self._lost(lost)
+                if time.monotonic() - start > wait:
+                    return None
+                time.sleep(0.1)
+        except RuntimeError:
+            return "the store of the process group is gone: rank 0 or torchrun, whoever hosts it, was lost"
+
+    def agree(self, text: str, about: str = "") -> dict[int, str]:
+        """What every rank says about this call; without those that went on in it and say nothing.
+
+        A call that has several things to say says what each is about, since another rank may still be at the first.
+
+        A collective would not do: a rank that has nothing to say would meet it with another one.
+        """
+        keys = [f"say/{self.call}/{about}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], text)
+        start = last_check = time.monotonic()
+        late: dict[int, float] = {}
+        while not self._store.check(keys):
+            now = time.monotonic()
+            time.sleep(0.002 if now - start < 0.1 else 0.05)
+            if now - last_check < 1.0:
+                continue
+            last_check = now
+            silent = [rank for rank in self._others if not self._store.check([keys[rank]])]
+            late = {rank: late.get(rank, now) for rank in silent if self._at(rank) >= self.call}
+            if any(now - seen > SILENCE for seen in late.values()):
+                return {rank: self._store.get(keys[rank]).decode() for rank in range(self.size) if rank not in silent}
+            self._expect(silent, now - start)
+        return {rank: answer.decode() for rank, answer in enumerate(self._store.multi_get(keys))}
+
+    def _expect(self, ranks: list[int], waited: float) -> None:
+        """Raise if it makes no sense to wait for these ranks any longer."""
+        gone = self._gone()
+        lost = self._reported() or (self._lost(gone) if gone else None)
+        if lost is None and waited > min(LATE, self._limit):
+            lost = f"rank {', '.join(map(str, ranks))} did not come to call {self.call} within {waited:.0f} s"
+            report = self._inquiry.ask(sys._getframe(1), waited, 3 * self._beat)
+            lost += f"; {report}" if report else ""
+        if lost is not None:
+            raise RankError(lost)
+
+    def _at(self, rank: int) -> int:
+        """The call in which another rank is, as far as it has said."""
+        key = f"beat/{rank}"
+        return int(self._store.get(key).split()[1]) if self._store.check([key]) else 0
+
+    def _reported(self) -> str | None:
+        key = f"fault/{self.call}"
+        if not self._store.check([key]):
+            return None
+        fault = json.loads(self._store.get(key))
+        return None if fault["rank"] == self.rank else str(fault["text"])
+
+    def _hung(self) -> str | None:
+        """What was found out about ranks that wait for each other."""
+        key = f"hang/{self.call}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _gone(self) -> list[int]:
+        """The ranks on this machine whose process has ended."""
+        for rank in self._others:
+            if rank not in self._who and self._store.check([f"who/{rank}"]):
+                machine, number = self._store.get(f"who/{rank}").decode().rsplit(" ", 1)
+                self._who[rank] = int(number) if machine == machine_name() else None
+        return [rank for rank, number in self._who.items() if number is not None and not runs(number)]
+
+    def _silent(self, beats: dict[int, tuple[bytes, float]]) -> list[int]:
+        """The ranks that gave no sign of life for long. `beats` is what was seen so far, and when."""
+        now = time.monotonic()
+        keys = [f"beat/{rank}" for rank in self._others]
+        if self._store.check(keys):
+            for rank, beat in zip(self._others, self._store.multi_get(keys), strict=True):
+                if rank not in beats or beats[rank][0] != beat:
+                    beats[rank] = (beat, now)
+        return [rank for rank, (_, seen) in beats.items() if now - seen > max(SILENCE, 5 * self._beat)]
+
+    def _lost(self, ranks: list[int]) -> str:
+        time.sleep(0.2)  # an error that was published just before the end is better than the news of the end
+        reported = self._reported()
+        if reported is not None:
+            return reported
+        left = [rank for rank in ranks if self._store.check([f"left/{rank}"])]
+        names = ", ".join(map(str, ranks))
+        message = f"rank {names} was lost: its process was killed or died, or its machine is gone"
+        if left == ranks:
+            message = f"rank {names} has ended its script while rank {self.rank} is still at call {self.call}"
+            message += "; all ranks must call the model the same number of times"
+        self.publish(ranks[0], message)
+        return message
+
+    # -- the thread that watches -----------------------------------------------------------
+
+    def _live(self) -> None:
+        place: Any = None
+        since, known, count = 0.0, 0.0, 0
+        beats: dict[int, tuple[bytes, float]] = {}
+        while not self._ended.wait(self._beat) and dist.is_initialized():
+            count += 1
+            try:
+                self._store.set(f"beat/{self.rank}", f"{count} {self.call}")
+                now, here = time.monotonic(), self._waiting()
+                self._inquiry.answer(self._frame(), here is not None)
+                self._print_idle()
+                if here is None or here != place or self.failed == self.call:
+                    place, since, known = here, now, 0.0
+                    beats.clear()
+                    continue
+                reason = self._reason(now - since, beats)
+                known = (known or now) if reason else 0.0
+                if reason and now - known >= GRACE and here == self._waiting():
+                    self._stop(reason)
+            except RuntimeError:
+                return  # the store is gone: the run is over, or connections fail by themselves
+
+    def _reason(self, waited: float, beats: dict[int, tuple[bytes, float]]) -> str | None:
+        """Why the watched thread, which has waited so long, will wait for ever."""
+        reported = self._reported()
+        if reported is not None or waited < GRACE:
+            return reported
+        lost = self._gone() or (self._silent(beats) if waited > PATIENCE else [])
+        if lost:
+            return self._lost(lost)
+        if waited > max(self._limit - 4 * self._beat, self._limit / 2) and self._hung() is None:
+            self._inquire(waited)
+        return self._hung() if waited > self._limit + GRACE else None
+
+    def _inquire(self, waited: float) -> None:
+        """Find out why the ranks wait, shortly before the backend gives up: the error that it raises will say it."""
+        report = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
+        if report is not None:
+            self._store.set(f"hang/{self.call}", report)
+
+    def _print_idle(self) -> None:
+        if self._prints:
+            mark, after = (self.call, self._notes.total), self._limit - 5 * self._beat
+            report = self._inquiry.idle(mark, self._frame(), after, 3 * self._beat) if self._notes.total else None
+            if report is not None:
+                sys.stderr.write(f"shardwright: {report}\n")
+                sys.stderr.flush()
+
+    def _waiting(self) -> Any:
+        """Where the watched thread waits for others, or None if it does something else."""
+        frame = self._frame()
+        if frame is None or not any(part in frame.f_code.co_filename for part in _WAITING_IN):
+            return None
+        is_polling = frame.f_code.co_filename == shared_memory.__file__  # which goes in circles
+        at = 0 if is_polling else frame.f_lasti
+        return self.call, self._notes.total, id(frame), at
+
+    def _frame(self) -> FrameType | None:
+        """Where the watched thread is, unless it traces.
+
+        A frame that is held keeps alive what is in it, and torch copies a tensor that it has just made if somebody else
+        holds it: the trace knows nothing of the copy, and would take it for a tensor from outside.
+        """
+        if torch.compiler.is_compiling():  # or exporting
+            return None
+        return sys._current_frames().get(self._thread_watched)
+
+    def _stop(self, reason: str) -> None:
+        """End a process whose thread can't be woken."""
+        frame = self._frame()
+        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        text = f"{where}shardwright.errors.RankError: {reason} (rank {self.rank} waited for it and ends)\n"
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os._exit(1)
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def _uncaught(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
+        """An error that nobody caught: tell it, or say whose it was, and go on as always."""
+        if isinstance(error, Exception):
+            try:
+                self.tell(error)
+            except RankError as named:
+                kind, error, trace = RankError, named, named.__traceback__
+        self._before(kind, error, trace)
+
+    def end(self) -> None:
+        """Stop watching."""
+        if not self._ended.is_set():
+            self._ended.set()
+            atexit.unregister(self.end)
+            if sys.excepthook == self._uncaught:
+                sys.excepthook = self._before
+            self._thread.join(5.0)
+            flight_recorder.end()
+            try:
+                self._store.set(f"left/{self.rank}", "1")
+            except RuntimeError:
+                return
+
+
+_running: Watch | None = None  # of the newest default process group
+
+
+def watch() -> Watch | None:
+    """The watch of the running process group, started if it is new. None where there is nobody to watch."""
+    global _running
+    world_group = dist.group.WORLD if dist.is_initialized() else None
+    if world_group is not None and _running is not None and _running.of() is world_group:
+        return _running
+    if world_group is None or dist.get_world_size() < 2 or threading.current_thread() is not threading.main_thread():
+        return None
+    store: Any = dist.distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, TCPStore):  # fake groups and ranks that are threads
+        return None
+    if _running is not None:
+        _running.end()
+    _running = Watch(world_group, store.clone(), dist.get_rank(), dist.get_world_size())
+    return _running
+
+
+def calling() -> AbstractContextManager[None]:
+    """The context of a call of a model: what fails in it is told, or named."""
+    running = watch()
+    if running is None:
+        return nullcontext()
+    running.begin()
+    return running
+
+
+def report_failure(function: Callable[P, T]) -> Callable[P, T]:
+    """For a function that communicates in backward or in a step: its errors are told, or named."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if _running is not None:
+                _running.tell(error)
+            raise
+
+    return run
+
+
+def is_secondary_failure(error: BaseException) -> bool:
+    """Whether an error is only what this rank sees of another's: a collective that broke."""
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS)
+    )
+
+
+def _describe(error: BaseException) -> str:
+    """An error in a few lines: who, what, where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((f for f in reversed(frames) if "site-packages" not in f.filename), None)
+    where = f", at {at.filename}:{at.lineno} ({at.line})" if at is not None else ""
+    return f"rank {dist.get_rank()} raised {type(error).__name__}: {error}{where}"

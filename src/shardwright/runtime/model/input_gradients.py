@@ -1,0 +1,67 @@
+"""Gradients of what a model is called with, where a rank passes only some of the samples.
+
+With inputs="global" every rank passes the whole batch, and the gradient of an input is whole. With
+inputs="per_replica" a
+group's loss is about its own samples. Its outputs are weighed, so that parameters get the mean over groups
+(`reduction`); the gradient of the group's own input is that of its own loss, as DDP has it: the weight is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from shardwright.errors import InputError
+
+from ..collectives import comm
+
+
+def expect_none(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """With inputs="per_rank" samples of all ranks are gathered by a collective that has no gradient."""
+    if _wanting([leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
+        raise InputError(
+            'an input needs a gradient, and with inputs="per_rank" it is gathered from all ranks, which gives it none; '
+            'use inputs="per_replica" (each replica its own samples) or inputs="global" (the whole batch)'
+        )
+
+
+def expect_no_transform(arguments: Any) -> None:
+    """`torch.func` and forward-mode AD run a function on tensors of another kind, which no rank can send."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or (
+        forward_ad._current_level >= 0 and any(map(_has_tangent, torch.utils._pytree.tree_leaves(arguments)))
+    ):
+        raise InputError(
+            "a compiled model was called by torch.func (vmap, grad, jacrev, ...) or in forward-mode AD, which do not "
+            "pass through the communication of its programs; call it on the whole batch and use torch.autograd.grad, "
+            "with create_graph=True for second derivatives, or use the transform in forward, before parallelize"
+        )
+
+
+def _has_tangent(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def unweighed(tensors: list[Tensor], own: Sequence[bool], kind: str, groups: int, in_pipeline: bool) -> list[Tensor]:
+    """The inputs of one of several groups. `own` says for each output tensor whether it is about the group."""
+    if groups == 1 or not _wanting(tensors) or not (any(own) or in_pipeline):
+        return tensors
+    faults = {
+        "in a pipeline the gradient of an input is summed over ranks": in_pipeline,
+        "some outputs are about the own samples and others, such as a loss, about the whole batch": not all(own),
+        'with reduction="token" the weight of a loss is known after the model was called': kind == "token",
+    }
+    for fault, holds in faults.items():
+        if holds:
+            raise InputError(
+                f'an input needs a gradient, and with inputs="per_replica" {fault}, so that it would not be of the own '
+                'loss; use inputs="global"'
+            )
+    return [comm.scale_gradient(tensor, float(groups)) for tensor in tensors] if kind == "mean" else tensors
+
+
+def _wanting(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

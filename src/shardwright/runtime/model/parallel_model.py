@@ -1,0 +1,400 @@
+"""The compiled model as the user sees it: a module that works in an ordinary loop.
+
+It holds the pieces under the original names, finds or makes the program for the call at
+hand (training or eval, these arguments, this batch size), runs it, and keeps gradients,
+buffers and random numbers right. Making a program is not its business: it is given a
+function that does (`compile_entry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import InputError
+
+from ..algorithms.random import Randomness
+from ..collectives import comm
+from ..faults import watch
+from ..faults.input_comparison import InputComparison
+from ..parameters import state_dicts
+from ..parameters.gradient_sync import Accumulation, GradientSync, check_frozen
+from ..world import World
+from . import input_gradients
+from .float_inputs import Arguments, FloatInputs, NotAnInput, dtype_of_floats
+from .guards import warn_of_many, why_new
+from .inputs import CallInputs, Mode, check_dtypes
+from .program import Program, shown
+from .reduction import Kind, Reduction, total
+from .shared_outputs import watch_gradient
+from .specialization import RankState as RankState
+from .specialization import Specialization as Specialization
+from .view import ModelView, like_container
+
+
+class CompileEntry(Protocol):
+    """Makes the program of a call, of forward or of another method."""
+
+    call_inputs: CallInputs
+
+    def __call__(
+        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
+        floats: Mapping[int, float] | None = None,
+    ) -> Specialization: ...  # fmt: skip
+
+
+class ParallelModel(ModelView):
+    """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
+
+    plan: Any
+    flops: float | None  # of the products of the first training call, forward and backward, over all ranks
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        world: World,
+        compile_entry: CompileEntry,
+        mode: Mode,
+        accumulate: int,
+        reduction: Kind = "mean",
+    ) -> None:
+        super().__init__()
+        self._reduction = Reduction(reduction)
+        self._around: dict[str, Any] = {"skeleton": skeleton, "compile": compile_entry}
+        self._world, self._mode, self._turns = world, mode, Accumulation(accumulate)
+        self._entries: dict[Any, Specialization] = {}
+        self._holding: RankState | None = None
+        self.call_inputs = compile_entry.call_inputs
+        self._comparison = InputComparison(first_only=self.call_inputs.computed)
+        self._global_batch = False
+        self._flags = tuple(module.training for module in skeleton.modules())
+        self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
+        self._outside_sync: GradientSync | None = None  # of the module that this is a part of
+        self._scalars = FloatInputs(world.device)
+        self._float = dtype_of_floats(skeleton.parameters())
+        self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
+        self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
+        self.plan = self.flops = None
+        self.training = skeleton.training
+        self.__class__ = like_container(type(self), type(skeleton))
+
+    # -- what the user reads -------------------------------------------------------------
+
+    @property
+    def generated(self) -> Path | None:
+        """The newest generated file."""
+        return next(reversed(self._entries.values())).path if self._entries else None
+
+    @property
+    def input_mode(self) -> Mode:
+        """What `inputs` was said to be: "global", "per_replica" or "per_rank"."""
+        return self._mode
+
+    @property
+    def passing(self) -> Mode:
+        """What the next call passes: `input_mode`, unless `pass_whole` says otherwise."""
+        return "global" if self._global_batch else self._mode
+
+    def pass_whole(self, global_batch: bool) -> None:
+        """Whether the next calls pass the whole batch on every rank: a last one that groups can't share evenly."""
+        self._global_batch = global_batch
+
+    @property
+    def data_rank(self) -> int:
+        """Which data-parallel group this rank is in: for a sampler that gives each group its rows."""
+        if self._place is not None:
+            return self._place[0]
+        holding = self._ready()
+        place = 0
+        for axis in holding.replica_axes:
+            place = place * holding.groups.mesh.sizes[axis] + holding.groups[axis].index
+        return place
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel groups."""
+        if self._place is not None:
+            return self._place[1]
+        size = 1
+        for axis in self._ready().replica_axes:
+            size *= self._ready().groups.mesh.sizes[axis]
+        return size
+
+    @property
+    def random(self) -> Randomness | None:
+        """What the model draws from; a checkpoint has its step."""
+        compiler_random: Randomness | None = getattr(self._around["compile"], "random", None)
+        return self._holding.random if self._holding is not None else compiler_random
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
+        self._flags = tuple(module.training for module in skeleton.modules())
+        self.training = mode
+        for part, flag in zip(self._parts, self._flags, strict=False):
+            part.training = flag
+        return self
+
+    def _see_flags(self) -> None:
+        """A part may have been put to train or eval on its own since the last call."""
+        flags = tuple(part.training for part in self._parts) or self._flags
+        if flags != self._flags:
+            for module, flag in zip(self._around["skeleton"].modules(), flags, strict=True):
+                module.training = flag
+            self._flags = flags
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this, backward adds up local gradients; the next backward outside of it makes them true."""
+        with ExitStack() as stack:
+            for sync in (self._ready().sync, self._outside_sync):
+                if sync is not None:
+                    stack.enter_context(sync.no_sync())
+            yield
+
+    def total(self, count: float | Tensor) -> Tensor:
+        """The sum of a number over data-parallel groups, such as labels that count. All ranks must call it."""
+        holding = self._ready()
+        return total(count, holding.groups, holding.replica_axes, self._world.device)
+
+    def counted(self, own: int | Tensor, window: int | Tensor | None = None) -> None:
+        """With reduction="token": how many labels this group's loss, a mean, is over. All ranks say it before backward.
+
+        Where gradients of several backwards are added up, `window` is this group's count in all of them.
+        """
+        self._reduction.set(own, self.total(own if window is None else window))
+
+    def stand(self, rank: int, size: int) -> None:
+        """Which data-parallel group this rank is in, for a part of a module: known before the part is compiled."""
+        self._place = (rank, size)
+
+    def sync_by_hand(self) -> None:
+        """The loop says by `no_sync` when gradients are summed; `accumulate` was for the plan alone."""
+        self._turns.every = 1
+
+    def sync_too(self, sync: GradientSync) -> None:
+        """Put the sync of gradients outside of this part off whenever its own is."""
+        self._outside_sync, sync.turns = sync, self._turns
+
+    # -- state ---------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
+        if self._holding is None:
+            return super().state_dict(*args, **kwargs)
+        state = self._holding
+        values = state_dicts.state_dict(state.specs, state.parameters, state.saved_buffers, state.groups)
+        into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
+        if into is None and not kwargs.get("prefix"):
+            return values
+        into = {} if into is None else into
+        into.update({kwargs.get("prefix", "") + key: value for key, value in values.items()})
+        return into
+
+    def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """Everything whole, under the original keys, on every rank or on one."""
+        state = self._ready()
+        self._comparison.settle()
+        return state_dicts.full_state_dict(
+            state.specs, state.parameters, state.saved_buffers, state.groups, rank, state.pp_ranks
+        )
+
+    def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors or pieces, saved under this plan or another."""
+        if self._holding is None:
+            return super().load_state_dict(values, strict, assign)
+        state = self._holding
+        elsewhere = [key for _, specs in state.pp_ranks for spec in specs for key in spec.keys]
+        arguments = (values, state.specs, state.parameters, state.saved_buffers, state.groups)
+        keys = state_dicts.load_state(*arguments, strict, elsewhere)
+        state.filled(values)
+        return keys
+
+    def hold(self, holding: RankState) -> None:
+        """Take the pieces in, under the original names."""
+        self._holding = holding
+        if holding.sync is not None:
+            holding.sync.turns = self._turns
+        tensors: dict[str, Tensor] = {}
+        for spec in holding.specs:
+            tensors.update(dict.fromkeys(spec.keys, holding.parameters[spec.name]))
+        tensors.update(holding.buffers)
+        self.show(shown(self._around["skeleton"], tensors))
+        self.guard()
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for a call without making it."""
+        self.call_inputs.check_plain(args, kwargs)
+        self._know((args, kwargs))
+        with watch.calling():
+            self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "per_rank" else (args, kwargs)))
+
+    def show(self, module: nn.Module) -> None:
+        """Have the parts of a module: of the original until the first call, of its pieces then."""
+        self._around["root"] = module
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self._parts = list(self.modules())
+
+    def _ready(self) -> RankState:
+        if self._holding is None:
+            raise InputError(
+                "the model is not compiled yet, since no example was given; call it once, or pass example=(...) to "
+                "parallelize"
+            )
+        return self._holding
+
+    # -- running -------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with watch.calling():
+            return self._run(args, kwargs)
+
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with watch.calling():
+            return self._run(args, kwargs, name)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
+        self.call_inputs.check_plain(args, kwargs)
+        input_gradients.expect_no_transform((args, kwargs))
+        self._know((args, kwargs))
+        if self.passing == "per_rank":
+            input_gradients.expect_none(args, kwargs)
+            args, kwargs = self.call_inputs.gather(args, kwargs)
+        (args, kwargs), entry = self._find(args, kwargs, method)
+        holding = self._ready()
+        holding.check_filled()
+        check_frozen(holding.sync, self._outside_sync)
+        for stage in entry.stages:
+            stage.renew()
+        tensors = entry.flatten(args, kwargs)
+        signature = entry.signature if entry.stage is None else entry.signature.with_frozen(_frozen(holding))
+        place = (self.data_rank, self.data_size) if self.passing == "per_replica" else (0, 1)
+        self._comparison.begin(signature, tensors, place, at_once=self._global_batch)
+        if self._place is not None:  # outside of a part gradients are those of the own rows' mean
+            tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
+        elif self.passing == "per_replica":
+            own = [
+                per_replica
+                for per_replica, literal in zip(entry.per_replica, entry.literals, strict=True)
+                if not literal
+            ]
+            tensors = input_gradients.unweighed(tensors, own, self._reduction.kind, self.data_size, entry.stage is None)
+        if self.training and torch.is_grad_enabled():
+            holding.random.advance()
+        results = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
+        self._comparison.until_backward(results)
+        outputs = self._out(entry, results)
+        for tensor, path in zip(outputs, entry.shared, strict=False):
+            if path and tensor is not None and self._world.size > 1:
+                watch_gradient(tensor, path)
+        return entry.unflatten(outputs)
+
+    def _forward(self, stage: Program, holding: RankState, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+            if holding.zero is not None and torch.is_grad_enabled():
+                stack.enter_context(holding.zero.saving())
+            stage.start()
+            results = stage.forward(*tensors)
+            self._write_updates(stage, holding)
+        return results
+
+    def _pipeline(self, entry: Specialization, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert entry.running is not None
+        return entry.running(tensors, self.training)
+
+    def _out(self, entry: Specialization, results: Sequence[Tensor]) -> list[Tensor | None]:
+        left = iter(results)
+        outputs: list[Tensor | None] = []
+        for literal, per_replica in zip(entry.literals, entry.per_replica, strict=True):
+            tensor = None if literal else next(left)
+            if per_replica and tensor is not None and tensor.is_floating_point():
+                tensor = self._reduction.weigh(tensor, self.data_size)
+            outputs.append(tensor)
+        return outputs
+
+    @torch.no_grad()
+    def _write_updates(self, stage: Program, holding: RankState) -> None:
+        for key, value in stage.updates.items():
+            holding.buffers[key].copy_(value)
+        stage.updates.clear()
+
+    def _know(self, arguments: Arguments) -> None:
+        """Have torch look into objects that are passed, such as a cache, before anything goes by what is in them."""
+        known = (Tensor, bool, int, float, complex, str, type(None))
+        know = getattr(self._around["compile"], "know", None)
+        if know is not None and not all(isinstance(x, known) for x in torch.utils._pytree.tree_leaves(arguments)):
+            know(arguments)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Arguments, Specialization]:
+        """The program of a call, and what it is given: floats may be inputs."""
+        narrow = torch.is_autocast_enabled(self._world.device.type)
+        lifted, floats = self._scalars.lift((args, kwargs), method, None if narrow else self._float)
+        if floats:
+            try:
+                entry = self._entry(*lifted, method, floats)
+                self._scalars.decide((args, kwargs), method, floats, inputs=True)
+                return lifted, entry
+            except NotAnInput:
+                self._scalars.decide((args, kwargs), method, floats, inputs=False)
+        return (args, kwargs), self._entry(args, kwargs, method)
+
+    def _entry(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "", floats: Mapping[int, float] | None = None
+    ) -> Specialization:
+        key = self._key(args, kwargs, method)
+        if key not in self._entries:
+            if not torch.is_autocast_enabled(self._world.device.type):
+                self._check_dtypes(key)
+            self.call_inputs.check(args, kwargs, why=why_new(self._entries, key))
+            self.catch_up()
+            warn_of_many(self._entries, key)
+            extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
+            self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
+            after = self.constants(method)  # a trace may fill a cache of the model
+            self._entries[after, *key[1:]] = self._entries[key]
+        return self._entries[key]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Any, ...]:
+        """What calls of one program have in common."""
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        shapes = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad, x.layout) if isinstance(x, Tensor) else repr(x) for x in leaves
+        )
+        return self.constants(method), str(spec), shapes, self.passing
+
+    def _check_dtypes(self, key: Any) -> None:
+        """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
+        for (constants, spec, shapes, _), entry in self._entries.items():
+            if spec == key[1] and constants[0] == key[0][0]:
+                known, passed = (
+                    [leaf[1] for leaf in leaves if not isinstance(leaf, str)] for leaves in (shapes, key[2])
+                )
+                if len(known) == len(passed) == len(entry.dtypes):
+                    check_dtypes([path for path, _ in entry.dtypes], known, passed)
+                return
+
+
+def _frozen(holding: RankState) -> tuple[str, ...]:
+    """The parameters that are trained and not now: on all ranks the same ones, or gradients would not meet."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple([name for name, parameter in holding.parameters.items() if not parameter.requires_grad])
+
+
+def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict is loaded into the module that this model is a part of: load the own values, and leave pieces."""
+    holding = model._holding
+    if holding is None:
+        return
+    mine = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    state_dicts.load_state(mine, holding.specs, holding.parameters, holding.saved_buffers, holding.groups, strict=False)
+    holding.filled(mine)
+    with torch._C.DisableTorchFunctionSubclass():
+        for spec in holding.specs:
+            local = holding.parameters[spec.name].detach().as_subclass(Tensor)
+            values.update({prefix + key: local for key in spec.keys if key in mine})

@@ -1,0 +1,151 @@
+"""The user's model as it is seen through the compiled one: its attributes, its methods, its structure.
+
+Until the first call the user looks at the original, and may do to it whatever they like. From then on they look
+at its modules with the pieces in them (`program.shown`): attributes can be changed, and programs follow
+(guards.py), structure can't (pinned.py), and methods run as methods.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from shardwright.errors import InputError
+
+from ..world import World
+from .guards import SLOTS, AttributeGuard, Watchable, settings_of
+from .methods import method_of, property_of
+from .pinned import check_global_hooks, check_hooks
+from .wrappers import Unwrappable
+
+
+class ModelView(Unwrappable):
+    """Attributes that are not of this class are those of the user's model."""
+
+    _around: dict[str, Any]
+    _flags: tuple[bool, ...]
+    _world: World
+    _guard: AttributeGuard | None = None  # of what programs hold as constants, once there are any
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            root = self.root
+            if name == "module" and root is not None and not hasattr(root, name):
+                return self  # scripts written for DDP unwrap it, to save or to call a method
+            if root is None or (name.startswith("_") and name not in vars(root)):
+                raise
+            if isinstance(getattr(type(root), name, None), property) and self._guard is not None:
+                return property_of(self, name)
+            if name in self._around.get("left", ()):
+                raise InputError(
+                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: what is there "
+                    "is from when the model was compiled; return it from forward"
+                ) from None
+            value = getattr(root, name)
+            if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
+                raise
+            is_method = isinstance(value, MethodType) and value.__self__ is root
+            return method_of(self, name, value) if is_method else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        root = self.root
+        is_part = isinstance(value, nn.Parameter | nn.Module) or any(name in vars(self).get(slot, ()) for slot in SLOTS)
+        if root is None or is_part or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self.root is not None and name in vars(self.root) and name not in vars(self):
+            delattr(self.root, name)
+        else:
+            super().__delattr__(name)
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The user's model itself: the original until the first call, from then on one that holds the pieces."""
+        root: nn.Module | None = vars(self).get("_around", {}).get("root")
+        return root
+
+    def guard(self) -> None:
+        """From now on look at what programs hold as constants."""
+        root: nn.Module = self._around["root"]
+        carry = getattr(self._around["compile"], "carry", None)
+        modules = {**dict(root.named_modules()), "": self._around.get("user", root)}
+        self._guard = AttributeGuard(modules, partial(carry, root) if carry else None)
+        self._guard.watch((), settings_of(self._world.device.type))
+
+    def watch(
+        self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = (), left: Iterable[str] = ()
+    ) -> None:
+        """A program was made that holds these as constants; `left`: attributes that the call would set."""
+        self._around["left"] = {*self._around.get("left", ()), *left}
+        if self._guard is not None:
+            self._guard.watch(reads, variables)
+
+    def forget(self, name: str) -> None:
+        """An attribute of the model is no constant, whatever a trace has read."""
+        if self._guard is not None:
+            self._guard.forget("", name)
+
+    def catch_up(self) -> None:
+        """A program is about to be made: it may read attributes that none has read before."""
+        if self._guard is not None:
+            self._guard.catch_up()
+
+    def constants(self, method: str = "") -> tuple[Any, ...]:
+        """What a program is made for besides its arguments."""
+        check_global_hooks(self._around.get("harmless", ()))
+        if self._guard is None:
+            renew = getattr(self._around["compile"], "renew", None)
+            if renew is not None:
+                renew(self)
+        else:
+            check_hooks(self._around["root"], self._around.get("harmless", ()))
+        self._see_flags()
+        return method, self._flags, self._guard.state() if self._guard is not None else ()
+
+    def stand_for(self, module: nn.Module, harmless: str) -> None:
+        """The user's attributes are those of another module, which this one runs for; overlook hooks of a package."""
+        self._around.update(user=module, harmless=(harmless,))
+
+    def remake(self, skeleton: nn.Module, module: nn.Module) -> None:
+        """The original was changed before anything was compiled."""
+        self._around["skeleton"] = skeleton
+        self.show(module)
+        self._flags = ()  # they are looked at next
+
+    def show(self, module: nn.Module) -> None:
+        raise NotImplementedError
+
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the model as a program."""
+        raise NotImplementedError
+
+    def _see_flags(self) -> None:
+        raise NotImplementedError
+
+
+View = TypeVar("View", bound=ModelView)
+_SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__", "__delitem__")
+
+
+def like_container(view: type[View], original: type[nn.Module]) -> type[View]:
+    """A class of views on models that are containers, such as nn.Sequential: Python asks a class for `__len__`."""
+    special = {name: _forwarded(name) for name in _SPECIAL if hasattr(original, name)}
+    if not special:
+        return view
+    return type(view.__name__, (view,), {**special, "__bool__": lambda self: True, "__module__": view.__module__})
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def special(self: ModelView, *args: Any) -> Any:
+        return getattr(self.root, name)(*args)
+
+    return special

@@ -1,0 +1,137 @@
+"""What a pipeline is made of, as the compiler hands it over: stages, crossings, outputs.
+
+    stage 0                  stage 1                  stage 2
+    PlacedStage  ── h ────▶  PlacedStage  ── y ────▶  PlacedStage  ── loss ──▶ PipelineOutput
+                 └─ mask ──────────────────────────▶
+                    StageCrossing (one for each value and taker)
+
+All ranks have the same `PipelineSpec`, but a rank has a program (`stage`) only for the stages
+whose mesh it is in. Shapes are those of one microbatch. Inputs of the model are replicated on
+every rank and are not sent. Nothing here runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import LayoutError, raise_all
+from shardwright.layout import INVARIANT, Layout, Mesh, Shard
+from shardwright.schedule import Schedule
+
+from ..model.program import Program
+from ..parameters.sharded import ShardedParameter
+from ..world import Moment
+
+How = Literal["sum", "mean", "cat", "same"]
+"""How the microbatches' values of an output become one: added up, averaged, joined along a dim, or any of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCrossing:
+    """A value that one stage makes and another reads. Gradients go the same way back, in the same layouts."""
+
+    value: str
+    giver: int
+    taker: int
+    shape: tuple[int, ...]  # of one microbatch, before sharding
+    dtype: torch.dtype
+    gradient: bool
+    source_layout: Layout  # on the giver's mesh: sharded or replicated on each axis
+    target_layout: Layout  # on the taker's mesh
+    outputs: frozenset[int] | None = None  # the numbers of those that depend on it by gradients; None: all may
+
+    def has_gradient(self, seeded: frozenset[int]) -> bool:
+        """Whether a gradient comes back if only these outputs of the model have one."""
+        return self.gradient and (self.outputs is None or not self.outputs.isdisjoint(seeded))
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.giver == self.taker:
+            faults.append(f"it goes from stage {self.giver} to itself")
+        for side, layout in (("source", self.source_layout), ("target", self.target_layout)):
+            if len(layout.shards) != len(self.shape):
+                faults.append(f"its {side} layout has {len(layout.shards)} dims, its shape is {self.shape}")
+            if any(placement != INVARIANT for _, placement in layout.rest):
+                faults.append(f"its {side} layout is {layout}; reduce pending sums before a value crosses")
+        if self.gradient and not self.dtype.is_floating_point and not self.dtype.is_complex:
+            faults.append(f"a value of {self.dtype} has no gradient")
+        raise_all(LayoutError, f"value {self.value} can't cross so:", faults)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStage:
+    """A stage on its mesh. `stage` and `parameters` are set on the ranks of that mesh."""
+
+    number: int
+    mesh: Mesh
+    takes: tuple[int | str, ...]  # for each argument of forward, the number of a model input or a crossing value
+    gives: tuple[str, ...]  # for each tensor that forward returns, the value's name
+    asks: tuple[int, ...] = ()  # for each argument of prologue, the number of a model input
+    updates: tuple[str, ...] = ()  # the keys of buffers that its forward may update
+    stage: Program | None = None
+    parameters: Mapping[str, ShardedParameter] = field(default_factory=dict)  # by all keys under which it finds them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOutput:
+    """A tensor that the model returns, replicated on the stage's ranks, one microbatch at a time."""
+
+    value: str
+    segment: int
+    how: How
+    shape: tuple[int, ...]  # of the whole batch
+    dtype: torch.dtype
+    gradient: bool
+    path: str = ""  # where it is in what the model returns, such as "loss" or "1"
+    dim: int = 0  # for "cat"
+    sharding: Shard | None = None  # for "cat", of the whole dim into microbatches; None: one after the other
+
+    def __post_init__(self) -> None:
+        if self.how == "cat" and not -len(self.shape) <= self.dim < len(self.shape):
+            raise LayoutError(f"output {self.path or self.value} of shape {self.shape} has no dim {self.dim} to join")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """Everything that one specialization of a model runs."""
+
+    placed: tuple[PlacedStage, ...]  # by number
+    crossings: tuple[StageCrossing, ...]
+    leaving: tuple[PipelineOutput, ...]  # in the order of the model's tensor outputs
+    schedule: Schedule  # of a training step
+    forward: Schedule  # without backward
+    moment: Moment  # the running microbatch; the stages have it as `mb`
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # all of the model's, replicated on every rank
+    local: bool = False  # each microbatch is a small batch of its own: buffers are updated after each
+    rows: tuple[bool, ...] = ()  # then, for each input of the model, whether a microbatch has rows of it
+
+    @property
+    def microbatches(self) -> int:
+        return self.moment.size
+
+    def __post_init__(self) -> None:
+        faults = []
+        numbers = [placed.number for placed in self.placed]
+        if numbers != list(range(len(self.placed))):
+            faults.append(f"stages are numbered {numbers}")
+        produced = {(placed.number, value) for placed in self.placed for value in placed.gives}
+        for crossing in self.crossings:
+            if (crossing.giver, crossing.value) not in produced:
+                faults.append(f"stage {crossing.giver} does not give {crossing.value}, which crosses from it")
+        for out in self.leaving:
+            if (out.segment, out.value) not in produced:
+                faults.append(f"stage {out.segment} does not give {out.value}, which the model returns")
+        crossed = {(crossing.taker, crossing.value) for crossing in self.crossings}
+        for placed in self.placed:
+            for source in placed.takes:
+                if isinstance(source, str) and (placed.number, source) not in crossed:
+                    faults.append(f"stage {placed.number} takes {source}, which does not cross to it")
+        for schedule in (self.schedule, self.forward):
+            if schedule.microbatches != self.microbatches:
+                faults.append(f"{schedule.name} has {schedule.microbatches} microbatches, not {self.microbatches}")
+        raise_all(LayoutError, "the parts of a pipeline do not fit together:", faults)

@@ -1,0 +1,276 @@
+"""The schedules that people know, as functions that return one.
+
+They are written over pipeline ranks: rank 0 is device 0. `spread` gives a pipeline rank several devices.
+A custom schedule is a function of the same shape, or a list of steps; `check` tells whether it can run.
+
+                     segments     bubble with F=B=W=1            in flight on the fullest rank, in microbatches of it
+    gpipe            per rank: 1  3(p-1) of 3(m+p-1)             m
+    1f1b             1            3(p-1) of 3(m+p-1)             p
+    eager            1            the same; hides messages       2p - 1
+    interleaved      chunks v     3(p-1)/v of 3m + 3(p-1)/v      about p + (p-1)/v
+    zb (ZB-H1)       1            p-1 of 3m + p-1                p
+    zbv (ZB-V)       2            (p-1)/2 of 3m + (p-1)/2        p
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast
+
+from ..errors import ScheduleError
+from .greedy import greedy
+from .simulate import UNIT
+from .step import Devices, Schedule, Step, StepKind
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    _need(stages=stages, microbatches=microbatches)
+    return _straight("gpipe", stages, microbatches, lambda pp_rank: microbatches)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """A backward as soon as there can be one, so that pipeline rank k keeps at most stages - k microbatches."""
+    _need(stages=stages, microbatches=microbatches)
+    return _straight("1f1b", stages, microbatches, lambda pp_rank: stages - pp_rank - 1)
+
+
+def eager(stages: int, microbatches: int) -> Schedule:
+    """1F1B with twice the forwards ahead: while a message is on its way, there is still something to do."""
+    _need(stages=stages, microbatches=microbatches)
+    return _straight("eager", stages, microbatches, lambda pp_rank: 2 * (stages - pp_rank - 1))
+
+
+def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], int]) -> Schedule:
+    rows = [
+        _weave(_each("F", pp_rank, microbatches), _each("B", pp_rank, microbatches), ahead(pp_rank))
+        for pp_rank in range(stages)
+    ]
+    return _schedule(name, rows, _round_robin(stages, 1), microbatches)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B with several segments per rank, segment k on pipeline rank k % stages: the bubble is `chunks` times smaller.
+
+    Microbatches go in rounds of at least one per rank, each round through all segments of a rank. Rounds are about
+    equal: a short last one would leave pipeline ranks waiting, while longer ones only keep a little more.
+    """
+    _need(stages=stages, microbatches=microbatches, chunks=chunks)
+    rounds = max(1, microbatches // stages)
+    bounds = [-(-microbatches * at // rounds) for at in range(rounds + 1)]  # the longest is the first
+    order = [(chunk, at) for first, end in pairwise(bounds) for chunk in range(chunks) for at in range(first, end)]
+    rows = []
+    for pp_rank in range(stages):
+        forwards = [Step("F", chunk * stages + pp_rank, at) for chunk, at in order]
+        backwards = [Step("B", (chunks - 1 - chunk) * stages + pp_rank, at) for chunk, at in order]
+        rows.append(_weave(forwards, backwards, 2 * (stages - pp_rank - 1) + (chunks - 1) * bounds[1]))
+    return _schedule(
+        "interleaved" if chunks == 2 else f"interleaved:{chunks}", rows, _round_robin(stages, chunks), microbatches
+    )
+
+
+def zero_bubble(stages: int, microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B with W put off by as many microbatches as the rank keeps fewer forwards than rank 0.
+
+    So every pipeline rank keeps stages microbatches, and the W that are left at the end fill what would be bubble.
+    """
+    _need(stages=stages, microbatches=microbatches)
+    rows = []
+    for pp_rank in range(stages):
+        row: list[Step] = []
+        for step in _weave(_each("F", pp_rank, microbatches), _each("B", pp_rank, microbatches), stages - pp_rank - 1):
+            row.append(step)
+            if step.kind == "B" and step.microbatch >= pp_rank:
+                row.append(Step("W", pp_rank, step.microbatch - pp_rank))
+        row += _each("W", pp_rank, microbatches)[max(microbatches - pp_rank, 0) :]
+        rows.append(row)
+    return _schedule("zb", rows, _round_robin(stages, 1), microbatches)
+
+
+def zbv(stages: int, microbatches: int) -> Schedule:
+    """ZB-V: segments k and 2 * stages - 1 - k on rank k, so that the last forward and first backward are on rank 0.
+
+    Seat k starts when the first microbatch comes down, and (for F=B=W) is busy until its end:
+
+        F down     2 * (stages - k) - 1 times
+        F up, down k times
+        F B W up   stages - k times
+        F B W down, F B W up   until all backwards but `stages` are done, without the F when there is none left
+        B down, B up           k times, their W kept for the end
+        B W down               stages - k times
+        W up, W down           what was kept
+    """
+    _need(stages=stages, microbatches=microbatches)
+    full = max(microbatches, 2 * stages - 1)  # fewer run as these would, with what is missing left out
+    rows = []
+    for pp_rank in range(stages):
+        down, up = _Lane(pp_rank), _Lane(2 * stages - 1 - pp_rank)
+        row = down.next("F" * (2 * (stages - pp_rank) - 1))
+        for _ in range(pp_rank):
+            row += up.next("F") + down.next("F")
+        for _ in range(stages - pp_rank):
+            row += up.next("FBW")
+        while up.done["B"] < full - pp_rank:
+            row += down.next("FBW" if down.done["F"] < full else "BW")
+            row += up.next("FBW" if up.done["F"] < full else "BW")
+        for _ in range(pp_rank):
+            row += down.next("B") + up.next("B")
+        for _ in range(stages - pp_rank):
+            row += down.next("BW")
+        row += up.next("W" * (full - up.done["W"])) + down.next("W" * (full - down.done["W"]))
+        rows.append(_first(microbatches, row))
+    return _schedule("zbv", rows, _vee(stages), microbatches)
+
+
+class _Lane:
+    """The steps of one segment, each kind counted on its own."""
+
+    def __init__(self, segment: int) -> None:
+        self.segment = segment
+        self.done: dict[StepKind, int] = {"F": 0, "B": 0, "W": 0}
+
+    def next(self, kinds: str) -> list[Step]:
+        steps = []
+        for kind in cast(Iterable[StepKind], kinds):
+            steps.append(Step(kind, self.segment, self.done[kind]))
+            self.done[kind] += 1
+        return steps
+
+
+def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule:
+    """For inference. Takes the number of stages, or for each segment the devices that hold it.
+
+    Made as if every segment took the same time and read from the one before: right for all values that cross forward.
+    """
+    holders = _round_robin(stages) if isinstance(stages, int) else tuple(tuple(devices) for devices in stages)
+    _need(stages=len(holders), microbatches=microbatches)
+    return greedy(
+        holders, microbatches, [UNIT] * len(holders), pairwise(range(len(holders))), kinds="F", name="forward"
+    )
+
+
+def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
+    """The schedule with the prologues of these segments first, on all devices that hold them."""
+    chosen = sorted(set(segments))
+    if unknown := [segment for segment in chosen if not 0 <= segment < schedule.segments]:
+        raise ScheduleError(f"no prologue for the segments {unknown}: {schedule} has 0 to {schedule.segments - 1}")
+    rows: dict[tuple[int, tuple[Step, ...]], tuple[Step, ...]] = {}  # devices that shared a row still do
+    devices = []
+    for device, steps in enumerate(schedule.devices):
+        opening = tuple(Step("P", segment, 0) for segment in chosen if device in schedule.holders[segment])
+        devices.append(rows.setdefault((id(steps), opening), opening + steps))
+    return replace(schedule, devices=tuple(devices))
+
+
+def fewer(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule for fewer microbatches: the last ones left out, for which no other waits."""
+    if microbatches > schedule.microbatches:
+        raise ScheduleError(f"{schedule} is for {schedule.microbatches} microbatches, and {microbatches} are asked for")
+    devices = tuple(tuple(_first(microbatches, list(steps))) for steps in schedule.devices)
+    return replace(schedule, devices=devices, microbatches=microbatches)
+
+
+def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
+    """The schedule with several devices for each rank, which do the same: pp_ranks[0] are the devices of device 0.
+
+    Seats may differ in size. Every device from 0 on is in exactly one.
+    """
+    if len(pp_ranks) != len(schedule.devices):
+        raise ScheduleError(
+            f"{schedule} has {len(schedule.devices)} pipeline ranks, but devices are named for {len(pp_ranks)}"
+        )
+    rank_of = {device: pp_rank for pp_rank, devices in enumerate(pp_ranks) for device in devices}
+    if sorted(device for devices in pp_ranks for device in devices) != list(range(len(rank_of))) or not all(pp_ranks):
+        raise ScheduleError(
+            f"the pipeline ranks {list(pp_ranks)} must have every device from 0 on exactly once, and none may be empty"
+        )
+    return replace(
+        schedule,
+        devices=tuple(schedule.devices[rank_of[device]] for device in range(len(rank_of))),
+        holders=tuple(
+            tuple(sorted(device for pp_rank in holders for device in pp_ranks[pp_rank])) for holders in schedule.holders
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """A schedule known by its name.
+
+    segments   how many there are on each pipeline rank
+    make       from the number of pipeline ranks and of microbatches to the schedule
+    holders    from the number of pipeline ranks to the rank of each segment, needed before a schedule is made
+    """
+
+    name: str
+    segments: int
+    make: Callable[[int, int], Schedule]
+    holders: Callable[[int], tuple[Devices, ...]]
+
+
+def _interleaved(name: str, chunks: int) -> ScheduleKind:
+    return ScheduleKind(
+        name=name,
+        segments=chunks,
+        make=lambda stages, microbatches: interleaved(stages, microbatches, chunks),
+        holders=lambda stages: _round_robin(stages, chunks),
+    )
+
+
+def _round_robin(stages: int, chunks: int = 1) -> tuple[Devices, ...]:
+    return tuple((segment % stages,) for segment in range(stages * chunks))
+
+
+def _vee(stages: int) -> tuple[Devices, ...]:
+    return tuple((pp_rank,) for pp_rank in (*range(stages), *reversed(range(stages))))
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind(name="gpipe", segments=1, make=gpipe, holders=_round_robin),
+        ScheduleKind(name="1f1b", segments=1, make=one_f_one_b, holders=_round_robin),
+        ScheduleKind(name="eager", segments=1, make=eager, holders=_round_robin),
+        _interleaved("interleaved", 2),
+        ScheduleKind(name="zb", segments=1, make=zero_bubble, holders=_round_robin),
+        ScheduleKind(name="zbv", segments=2, make=zbv, holders=_vee),
+    )
+}
+
+
+def schedule_kind(name: str) -> ScheduleKind:
+    """One of KINDS, or "interleaved:3" for three segments per pipeline rank."""
+    if match := re.fullmatch(r"interleaved:([1-9]\d*)", name):
+        return _interleaved(name, int(match[1]))
+    if name not in KINDS:
+        raise ScheduleError(f"there is no schedule {name!r}; the known ones are {', '.join(KINDS)} and interleaved:3")
+    return KINDS[name]
+
+
+def _schedule(name: str, rows: Iterable[Iterable[Step]], holders: tuple[Devices, ...], microbatches: int) -> Schedule:
+    return Schedule(devices=tuple(map(tuple, rows)), holders=holders, microbatches=microbatches, name=name)
+
+
+def _each(kind: StepKind, segment: int, microbatches: int) -> list[Step]:
+    return [Step(kind, segment, at) for at in range(microbatches)]
+
+
+def _weave(forwards: list[Step], backwards: list[Step], ahead: int) -> list[Step]:
+    """So many forwards first, then a forward and a backward in turn, then the backwards that are left."""
+    row = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        row += (forward, backward)
+    return row + backwards[max(len(forwards) - ahead, 0) :]
+
+
+def _first(microbatches: int, row: list[Step]) -> list[Step]:
+    """Without the microbatches from there on: what is left waits for none of them, and can run if the whole could."""
+    return [step for step in row if step.microbatch < microbatches]
+
+
+def _need(**counts: int) -> None:
+    if wrong := [f"{name} is {count}" for name, count in counts.items() if count < 1]:
+        raise ScheduleError(f"{', '.join(wrong)}; a schedule needs at least 1")

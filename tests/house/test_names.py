@@ -1,0 +1,83 @@
+"""Names say what a thing is: a class name is defined once, no name is empty, files that docs name exist."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from .source import SRC, files
+
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EMPTY = frozenset("held found made said one given asked".split())
+"""Names that say nothing to someone who has not read the file (../shared/GLOSSARY.md)."""
+
+
+def classes(root: Path) -> dict[str, list[str]]:
+    """The files that define each class name, once for each definition."""
+    places = defaultdict(list)
+    for path in files(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(root)))
+    return places
+
+
+def empty_names(path: Path) -> list[str]:
+    """Bindings of a file that are called by an empty name, with their lines."""
+    bindings = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = None
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        if name is not None and name.strip("_").lower() in EMPTY:
+            bindings.append(f"{path.name}:{node.lineno} {name}")
+    return bindings
+
+
+IN_GENERATED_CODE = {"program.py": {"held"}}
+"""Names that generated files use, which change together with the emitter."""
+
+
+def test_no_name_is_empty():
+    names = [name for path in files(SRC) for name in empty_names(path)]
+    allowed = [name for name in names if name.split()[1] in IN_GENERATED_CODE.get(name.split(":")[0], ())]
+    assert sorted(set(names) - set(allowed)) == []
+
+
+def test_a_class_name_is_defined_once():
+    assert {name: places for name, places in classes(SRC).items() if len(places) > 1} == {}
+
+
+def test_a_class_that_is_defined_twice_is_found(tmp_path):
+    (tmp_path / "a.py").write_text("class Step:\n    pass\n")
+    (tmp_path / "b.py").write_text("class Step:\n    pass\n")
+    assert classes(tmp_path)["Step"] == ["a.py", "b.py"]
+
+
+def test_an_empty_name_is_found(tmp_path):
+    (tmp_path / "a.py").write_text("def f(held):\n    for one in held:\n        self.made = one\n")
+    assert len(empty_names(tmp_path / "a.py")) == 3
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = set(
+        re.findall(
+            r"(?<![\w/.-])((?:docs|tests|bench|examples|src/shardwright)/[\w./-]+\.(?:py|md|yaml|sh|json))", text
+        )
+    )
+    named |= {f"src/shardwright/{name}" for name in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)}
+    missing = [
+        name
+        for name in named
+        if not (ROOT / name).exists() and not (ROOT / name.removeprefix("src/shardwright/")).exists()
+    ]
+    assert missing == []
