@@ -282,7 +282,7 @@ def test_a_schedule_is_drawn_with_its_time_its_waiting_and_what_it_keeps(capsys)
 
 @pytest.mark.parametrize(
     ("schedule", "bubble"),
-    [("gpipe", 9.0), ("1f1b", 9.0), ("interleaved", 4.5), ("interleaved:3", 3.0), ("zb", 3.0), ("zbv", 1.5)],
+    [("gpipe", 9.0), ("1f1b", 9.0), ("interleaved", 4.5), ("interleaved=3", 3.0), ("zb", 3.0), ("zbv", 1.5)],
 )
 def test_schedules_wait_as_long_as_the_page_says(schedule, bubble, capsys):
     """Four stages and eight microbatches, F = B = W = 1: the work is 24."""

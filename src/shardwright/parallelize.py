@@ -35,7 +35,7 @@ from .rules import analyse
 from .runtime.faults import watch
 from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
-from .runtime.model.reduction import Kind
+from .runtime.model.reduction import LossReduction
 from .runtime.optimizer.adopt import Optimizers, several
 from .runtime.pipeline.autograd import Backward
 from .runtime.world import World, start
@@ -51,7 +51,7 @@ def parallelize(
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
     precision: PrecisionLike = None, inputs: Mode = "global", outputs: Outputs = "all", accumulate: int = 1,
-    reduction: Kind = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
+    reduction: LossReduction = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
     parts: Parts | None = None, opaque: How = "marked", unbatched: Sequence[str] | None = None,
 ) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
@@ -119,7 +119,7 @@ def _setting(
 
 
 def _make_model(
-    model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: Kind
+    model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: LossReduction
 ) -> ParallelModel:
     check_names(model, compiler.call_inputs.unbatched)
     compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}

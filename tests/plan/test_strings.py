@@ -6,8 +6,7 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.plan import parse_plan_string
-from shardwright.schedule import schedule_kind
-from shardwright.schedule.known import KINDS
+from shardwright.schedule import KINDS
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,8 @@ def test_the_policy_without_a_number_takes_what_a_stage_has():
 def test_every_schedule_is_known_by_its_word(word):
     request = parse_plan_string(f"pp=2,{word}")
 
-    assert request.schedule == word
-    assert schedule_kind(request.schedule).name == word
+    assert request.schedule is KINDS[word]
+    assert request.schedule.name == word
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,10 @@ def test_a_pipeline_prints_as_it_can_be_read(text):
         ("pp=2,gpipe,zb", "names the schedules gpipe, zb; a pipeline has one"),
         ("gpipe", "names the schedule gpipe, but no pipeline; add pp=2"),
         ("dp=2,zb", "names the schedule zb, but no pipeline; add pp=2"),
-        ("pp=2,zb=2", "gives zb a number, which only interleaved takes"),
-        ("pp=2,interleaved=0", "gives interleaved '0'; it takes the number of segments a stage has"),
-        ("pp=2,interleaved=x", "gives interleaved 'x'; it takes the number of segments a stage has"),
+        ("pp=2,zb=2", "zb takes no number; interleaved does"),
+        ("pp=2,interleaved=0", "gives interleaved '0'; it takes the number of virtual stages per pipeline rank"),
+        ("pp=2,interleaved=x", "gives interleaved 'x'; it takes the number of virtual stages per pipeline rank"),
+        ("pp=2,interleaved:3", "write interleaved=3 for interleaved:3"),
         ("pp=2,dp", "does not say how many devices dp has; write dp=2"),
         ("pp=1+3", "has stages of 1, 3 devices; say how each uses them with one policy without a number"),
         ("pp=1+3,dp=3", "has stages of 1, 3 devices; say how each uses them with one policy without a number"),

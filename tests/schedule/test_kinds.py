@@ -1,8 +1,14 @@
 """What the literature says of the known schedules, with F=B=W=1 (a backward that is not split takes 2)."""
 
+import ast
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from shardwright.cli.simulate import simulate_parser
 from shardwright.errors import ScheduleError
+from shardwright.plan import strings
 from shardwright.schedule import (
     KINDS,
     UNIT,
@@ -14,15 +20,21 @@ from shardwright.schedule import (
     in_flight,
     interleaved,
     one_f_one_b,
+    register_schedule,
     schedule_kind,
+    searched_kinds,
     simulate,
     spread,
     with_prologue,
     zbv,
     zero_bubble,
 )
+from shardwright.schedule import kind as kind_module
 
+from ..house.source import SRC, files
 from .drawn import chain
+
+ROOT = Path(__file__).parents[2]
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 16, 21)]
 LONG = [(p, m) for p, m in SIZES if m >= 2 * p - 1]
@@ -33,15 +45,67 @@ def run(schedule):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize("name", [*KINDS, "interleaved:1", "interleaved:3"])
+@pytest.mark.parametrize("name", [*KINDS, "interleaved=1", "interleaved=3"])
 def test_every_kind_passes_the_check(name, p, m):
     kind = schedule_kind(name)
     schedule = kind.make(p, m)
 
     check(schedule, chain(schedule.segments))
 
-    assert schedule.holders == kind.holders(p) and schedule.segments == kind.segments * p
-    assert schedule.name == name or name == "interleaved:1"
+    assert schedule.holders == kind.holders(p) and schedule.segments == kind.stages_per_rank * p
+    assert schedule.name == kind.name == name
+
+
+@pytest.mark.parametrize("name", [*KINDS, "interleaved=3", "interleaved=4"])
+def test_a_kind_knows_what_is_in_flight(name):
+    kind = schedule_kind(name)
+    for p, m in SIZES:
+        assert kind.in_flight(p, m) == in_flight(kind.make(p, m)) == in_flight(kind.steady(p, m))
+
+
+@pytest.mark.parametrize(
+    ("name", "fill"),
+    [("gpipe", 1), ("1f1b", 1), ("eager", 1), ("zb", 1 / 3), ("interleaved", 1 / 2), ("interleaved=4", 1 / 4),
+     ("zbv", 1 / 6)],
+)  # fmt: skip
+def test_a_kind_knows_how_long_it_takes_to_fill(name, fill):
+    assert schedule_kind(name).fill == fill
+
+
+def test_a_kind_knows_whether_it_splits_backward():
+    assert [kind.name for kind in KINDS.values() if kind.splits_backward] == ["zb", "zbv"]
+
+
+def test_a_schedule_is_known_everywhere_by_one_definition(monkeypatch):
+    monkeypatch.setattr(kind_module, "KINDS", dict(KINDS))
+    monkeypatch.setattr(strings, "KINDS", kind_module.KINDS)
+
+    @register_schedule("mine", searched=True)
+    def mine(stages, microbatches):
+        return replace(one_f_one_b(stages, microbatches), name="mine")
+
+    kind = strings.parse_plan_string("pp=4,mine").schedule
+    assert kind.stages_per_rank == 1 and kind.fill == 1 and not kind.splits_backward
+    assert kind in searched_kinds() and "mine" in simulate_parser().format_help()
+    assert kind.in_flight(4, 8) == KINDS["1f1b"].in_flight(4, 8)
+
+
+def test_nothing_outside_of_this_package_looks_at_a_schedules_name():
+    names = {
+        str(path.relative_to(SRC)): node.value
+        for path in files(SRC)
+        if path.parent.name != "schedule"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.partition("=")[0] in KINDS
+    }
+    assert names == {}
+
+
+def test_the_docs_list_every_schedule():
+    page = (ROOT / "docs/pipelines.md").read_text()
+    for kind in KINDS.values():
+        name, each = (f"{kind.name}=v", "v") if kind.numbers else (kind.name, kind.stages_per_rank)
+        assert f"\n| `{name}` | {each} | {'yes' if kind.splits_backward else 'no'} |" in page
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -122,7 +186,7 @@ def test_forward_only_takes_segments_on_any_devices():
 
 @pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
 def test_forward_only_with_several_segments_a_seat_is_still_one_wave(p, m, chunks):
-    schedule = forward_only(schedule_kind(f"interleaved:{chunks}").holders(p), m)
+    schedule = forward_only(schedule_kind(f"interleaved={chunks}").holders(p), m)
 
     assert run(schedule).total == m * chunks + p - 1
 
@@ -162,9 +226,12 @@ def test_seats_that_are_no_division_of_the_devices_are_refused(pp_ranks):
         (lambda: interleaved(0, 0, 0), "stages is 0, microbatches is 0, chunks is 0"),
         (
             lambda: schedule_kind("gpip"),
-            "no schedule 'gpip'; the known ones are gpipe, 1f1b, eager, interleaved, zb, zbv",
+            "no schedule 'gpip'; the known ones are gpipe, 1f1b, eager, zb, interleaved, interleaved=3, zbv",
         ),
-        (lambda: schedule_kind("interleaved:0"), "no schedule"),
+        (lambda: schedule_kind("interleaved=0"), "gives interleaved '0'"),
+        (lambda: schedule_kind("interleaved:3"), "write interleaved=3"),
+        (lambda: schedule_kind("zb=3"), "zb takes no number; interleaved does"),
+        (lambda: register_schedule("a b"), "can't be the name of a schedule"),
     ],
 )
 def test_what_can_not_be_made_is_refused(make, reason):

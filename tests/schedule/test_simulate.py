@@ -128,7 +128,7 @@ def test_times_of_all_segments_are_needed():
         simulate(gpipe(3, 1), [UNIT] * 2)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "interleaved:3"])
+@pytest.mark.parametrize("name", [*KINDS, "interleaved=3"])
 def test_no_schedule_is_faster_than_the_lower_bound(name):
     random = Random(0)
     for _ in range(60):

@@ -98,7 +98,7 @@ def tokens(rank, folder):
     model = Words().double()
     made = trainer(
         folder, model=model, train_data=list(zip(ids, labels, strict=True)), max_steps=2, micro_batch_size=4,
-        plan="dp=2", inputs="per_replica", reduction="tokens", val_data=list(zip(ids, labels, strict=True)),
+        plan="dp=2", inputs="per_replica", reduction="token", val_data=list(zip(ids, labels, strict=True)),
     )  # fmt: skip
     made.fit()
     model = Words().double()

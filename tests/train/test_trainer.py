@@ -160,7 +160,7 @@ def test_reduced_by_tokens_a_step_in_parts_is_that_of_the_whole_batch(tmp_path):
         made.fit()
         return made
 
-    whole, parts = run("whole"), run("parts", micro_batch_size=2, reduction="tokens")
+    whole, parts = run("whole"), run("parts", micro_batch_size=2, reduction="token")
     by_rows = run("per_replica", micro_batch_size=2)
     close(losses(parts), losses(whole))
     close(parameters(parts), parameters(whole))
@@ -317,6 +317,8 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
         trainer(tmp_path, batch_size=None)
     with pytest.raises(InputError, match=r"(?s)max_steps=0.*clip_norm=-1"):
         trainer(tmp_path, max_steps=0, clip_norm=-1.0)
+    with pytest.raises(InputError, match=r"(?s)reduction='tokens' is not known; use .*\"token\""):
+        trainer(tmp_path, reduction="tokens")
     with pytest.raises(InputError, match="gives batches already"):
         trainer(tmp_path, train_data=DataLoader(rows(), 4))
     with pytest.raises(InputError, match="is empty"):

@@ -6,14 +6,14 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from ..errors import InputError
-from ..schedule import StageEdge, StageTimes, check, draw_run, in_flight, schedule_kind, simulate
+from ..schedule import USUAL, StageEdge, StageTimes, check, draw_run, in_flight, schedule_kind, schedule_names, simulate
 
 
 def simulate_parser() -> ArgumentParser:
     parser = ArgumentParser(
         description="Draw a schedule of a pipeline, with the share of time in which devices wait, and what they keep."
     )
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, eager, interleaved, interleaved:3, zb, zbv")
+    parser.add_argument("--schedule", default=USUAL.name, help=schedule_names())
     parser.add_argument("--stages", type=int, default=4, help="how many")
     parser.add_argument("--microbatches", type=int, default=8, help="how many")
     parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward, for one microbatch")
@@ -30,7 +30,7 @@ def run_simulate(options: Namespace, console: Console) -> int:
             raise InputError(f"--{name} {getattr(options, name)} is none; at least 1")
     kind = schedule_kind(options.schedule)
     schedule = kind.make(options.stages, options.microbatches)
-    share = 1.0 / kind.segments  # a stage of several segments does its work in as many parts
+    share = 1.0 / kind.stages_per_rank  # virtual stages share the work of a rank
     times = StageTimes(
         forward=options.forward * share, backward=options.backward * share, weight=options.weight * share
     )

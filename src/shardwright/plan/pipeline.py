@@ -15,7 +15,7 @@ from ..errors import PlanError
 from ..ir import Graph, Op
 from ..layout import Axis, Mesh
 from ..rules import Analysis, analyse
-from ..schedule import Schedule, fewer, forward_only, schedule_kind, spread
+from ..schedule import USUAL, Schedule, fewer, forward_only, schedule_kind, spread
 from .builder import MB as MB
 from .builder import PlanBuilder
 from .plan import Plan, PlanStage
@@ -25,8 +25,6 @@ from .replica_axes import replicas
 from .stages import OpSequence, balanced
 from .strings import PolicyRequest
 from .subaxes import refine
-
-USUAL = "1f1b"
 
 
 def timed(mesh: Mesh, microbatches: int, *, inside: bool = False) -> Mesh:
@@ -68,13 +66,12 @@ def build_pipeline(
     analysis = analysis or analyse(graph)
     request, notes = refine(request, analysis, tp)
     stages = request.stages or (request.mesh.size,)
-    name = request.schedule or USUAL
-    kind = schedule_kind(f"{name}:{request.chunks}" if request.chunks else name)
+    kind = request.schedule or USUAL
     groups = max(replicas(request.mesh_of(size)) for size in stages)
     count = microbatches or usual_microbatches(graph, len(stages), groups)
     check_microbatches(graph, count, groups, local)
     line = OpSequence(analysis)
-    cuts = balanced(line, [flops(analysis.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
+    cuts = balanced(line, [flops(analysis.signatures[op.name]) for op in line.ops], len(stages) * kind.stages_per_rank)
     drawn = {size: _drawn(analysis, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
     pp_ranks = pipeline_ranks_of(stages)
     meshes = [replace(drawn[len(pp_rank)].mesh_inside, devices=pp_rank) for pp_rank in pp_ranks]
@@ -197,7 +194,8 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
     if plan.steps is not None:
         schedule = fewer(Schedule.from_json(plan.steps), count)
     else:
-        schedule = spread(schedule_kind(plan.schedule or USUAL).make(len(pp_ranks), count), pp_ranks)
+        kind = schedule_kind(plan.schedule) if plan.schedule else USUAL
+        schedule = spread(kind.make(len(pp_ranks), count), pp_ranks)
     if schedule.holders != holders:
         raise PlanError(
             f"the schedule {schedule.name} has segments on devices {_listed(schedule.holders)}, and the plan on "

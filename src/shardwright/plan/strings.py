@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError
+from ..errors import PlanError, ScheduleError
 from ..layout import Axis, Mesh
-from ..schedule import KINDS
+from ..schedule import KINDS, ScheduleKind, schedule_kind, schedule_names
 
 KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
 REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
@@ -30,7 +30,6 @@ class PolicyRequest:
 
     stages      of a pipeline: how many devices each stage has; () if there is none
     free        the policy that takes all devices of a stage, where stages differ
-    chunks      segments a stage, if the plan says so
     refined     axes that are several, by the sizes of these, outermost first: ("tp", (2, 2)) is tp0=2 x tp1=2
     """
 
@@ -38,8 +37,7 @@ class PolicyRequest:
     recompute: bool = False
     stages: tuple[int, ...] = ()
     free: str = ""
-    schedule: str = ""
-    chunks: int = 0
+    schedule: ScheduleKind | None = None
     refined: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
@@ -84,12 +82,9 @@ class PolicyRequest:
         if self.stages:
             even = len(set(self.stages)) == 1 and not self.free
             parts.insert(0, f"pp={len(self.stages) if even else '+'.join(map(str, self.stages))}")
-            parts += [word for word in (self.free, self._schedule()) if word]
+            parts += [word for word in (self.free, self.schedule and self.schedule.name) if word]
         parts = parts or ["single"]
         return ",".join([*parts, RECOMPUTE] if self.recompute else parts)
-
-    def _schedule(self) -> str:
-        return f"{self.schedule}={self.chunks}" if self.chunks else self.schedule
 
 
 SUBAXIS = re.compile("(tp|sp)([0-9]+)")
@@ -120,14 +115,15 @@ def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...
     parts: list[tuple[str, Axis]] = []
     items = text.replace(" ", "").split(",")
     stages: tuple[int, ...] = ()
-    schedule, chunks, free = "", 0, ""
+    schedule: ScheduleKind | None = None
+    free = ""
     _check_once(text, items)
     for item in items:
         policy, equals, number = item.partition("=")
         if item in ("", "single", RECOMPUTE):
             continue
-        if policy in KINDS:
-            schedule, chunks = policy, _number(text, policy, number) if equals else 0
+        if _schedule_word(item) in KINDS:
+            schedule = _schedule(text, item)
         elif policy == "pp":
             stages = _stages(text, number)
         elif not equals and len(stages) > 1 and policy in names and len(set(stages)) > 1:
@@ -143,7 +139,7 @@ def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...
     if stages and max(stages) == 1:
         stages = (inner,) * len(stages)
     request = PolicyRequest(
-        parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule, chunks=chunks
+        parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule
     )
     _check_stages(text, request)
     if world is not None and request.size != world:
@@ -155,9 +151,8 @@ def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...
 
 
 def _check_once(text: str, items: Sequence[str]) -> None:
-    kinds = [word.partition("=")[0] for word in items]
-    named = [kind for kind in kinds if kind in KINDS]
-    if kinds.count("pp") > 1:
+    named = [word for word in map(_schedule_word, items) if word in KINDS]
+    if [item.partition("=")[0] for item in items].count("pp") > 1:
         raise PlanError(f"the plan {text!r} names pp twice")
     if len(named) > 1:
         raise PlanError(f"the plan {text!r} names the schedules {', '.join(named)}; a pipeline has one")
@@ -168,7 +163,7 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
     if policy == RECOMPUTE:
         raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
     if policy not in names:
-        known = ", ".join((*names, "pp", RECOMPUTE, *KINDS))
+        known = ", ".join((*names, "pp", RECOMPUTE, schedule_names()))
         raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
     if not equals or not number.isdigit():
         raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")
@@ -178,10 +173,16 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
         raise PlanError(f"the plan {text!r} names {policy} twice")
 
 
-def _number(text: str, word: str, number: str) -> int:
-    if not number.isdigit() or int(number) < 1:
-        raise PlanError(f"the plan {text!r} gives {word} {number!r}; it takes the number of segments a stage has")
-    return int(number)
+def _schedule_word(item: str) -> str:
+    """The word of an item without its number, also if that is written with a colon."""
+    return re.split("[=:]", item, maxsplit=1)[0]
+
+
+def _schedule(text: str, item: str) -> ScheduleKind:
+    try:
+        return schedule_kind(item)
+    except ScheduleError as error:
+        raise PlanError(f"the plan {text!r}: {error}") from None
 
 
 def _stages(text: str, number: str) -> tuple[int, ...]:
@@ -195,7 +196,7 @@ def _stages(text: str, number: str) -> tuple[int, ...]:
 def _check_stages(text: str, request: PolicyRequest) -> None:
     stages = request.stages
     if not stages and request.schedule:
-        raise PlanError(f"the plan {text!r} names the schedule {request.schedule}, but no pipeline; add pp=2")
+        raise PlanError(f"the plan {text!r} names the schedule {request.schedule.name}, but no pipeline; add pp=2")
     if request.free and request.parts:
         raise PlanError(f"the plan {text!r} has unequal stages; give them one policy without a number, as in pp=1+3,dp")
     if stages and not request.free and any(size != math.prod(a.size for _, a in request.parts) for size in stages):
@@ -203,5 +204,3 @@ def _check_stages(text: str, request: PolicyRequest) -> None:
             f"the plan {text!r} has stages of {', '.join(map(str, stages))} devices; say how each uses them with one "
             "policy without a number, as in pp=1+3,dp"
         )
-    if request.chunks and request.schedule != "interleaved":
-        raise PlanError(f"the plan {text!r} gives {request.schedule} a number, which only interleaved takes")

@@ -4,16 +4,15 @@ from .check import check
 from .dependencies import StageEdge
 from .draw import draw, draw_run
 from .greedy import greedy
+from .kind import KINDS, ScheduleKind, register_schedule, schedule_kind, schedule_names, searched_kinds
 from .known import (
-    KINDS,
-    ScheduleKind,
+    USUAL,
     eager,
     fewer,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
-    schedule_kind,
     spread,
     with_prologue,
     zbv,
@@ -27,6 +26,7 @@ __all__ = [
     "KINDS",
     "STEP_KINDS",
     "UNIT",
+    "USUAL",
     "MicrobatchMemory",
     "Schedule",
     "ScheduleKind",
@@ -47,7 +47,10 @@ __all__ = [
     "interleaved",
     "lower_bound",
     "one_f_one_b",
+    "register_schedule",
     "schedule_kind",
+    "schedule_names",
+    "searched_kinds",
     "simulate",
     "spread",
     "with_prologue",

@@ -1,43 +1,47 @@
-"""The schedules that people know, as functions that return one.
+"""The schedules that people know, each one definition: a function that returns one, and the name it is known by.
 
-They are written over pipeline ranks: rank 0 is device 0. `spread` gives a pipeline rank several devices.
-A custom schedule is a function of the same shape, or a list of steps; `check` tells whether it can run.
+They are written over pipeline ranks: rank 0 is device 0. `spread` gives a pipeline rank several devices. A custom
+schedule is a function of the same shape (`register_schedule`), or a list of steps; `check` tells whether it can run.
 
-                     segments     bubble with F=B=W=1            in flight on the fullest rank, in microbatches of it
-    gpipe            per rank: 1  3(p-1) of 3(m+p-1)             m
+                     stages per   bubble with F=B=W=1            in flight on the fullest rank, in microbatches of it
+                     rank
+    gpipe            1            3(p-1) of 3(m+p-1)             m
     1f1b             1            3(p-1) of 3(m+p-1)             p
     eager            1            the same; hides messages       2p - 1
-    interleaved      chunks v     3(p-1)/v of 3m + 3(p-1)/v      about p + (p-1)/v
     zb (ZB-H1)       1            p-1 of 3m + p-1                p
+    interleaved      chunks v     3(p-1)/v of 3m + 3(p-1)/v      about p + (p-1)/v
     zbv (ZB-V)       2            (p-1)/2 of 3m + (p-1)/2        p
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
 from ..errors import ScheduleError
 from .greedy import greedy
+from .kind import KINDS, register_schedule
 from .simulate import UNIT
 from .step import Devices, Schedule, Step, StepKind
 
 
+@register_schedule("gpipe", in_flight=lambda p, m: [m] * p)
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
     _need(stages=stages, microbatches=microbatches)
     return _straight("gpipe", stages, microbatches, lambda pp_rank: microbatches)
 
 
+@register_schedule("1f1b", searched=True, in_flight=lambda p, m: [min(m, p - pp_rank) for pp_rank in range(p)])
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """A backward as soon as there can be one, so that pipeline rank k keeps at most stages - k microbatches."""
     _need(stages=stages, microbatches=microbatches)
     return _straight("1f1b", stages, microbatches, lambda pp_rank: stages - pp_rank - 1)
 
 
+@register_schedule("eager")
 def eager(stages: int, microbatches: int) -> Schedule:
     """1F1B with twice the forwards ahead: while a message is on its way, there is still something to do."""
     _need(stages=stages, microbatches=microbatches)
@@ -52,26 +56,7 @@ def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], 
     return _schedule(name, rows, _round_robin(stages, 1), microbatches)
 
 
-def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with several segments per rank, segment k on pipeline rank k % stages: the bubble is `chunks` times smaller.
-
-    Microbatches go in rounds of at least one per rank, each round through all segments of a rank. Rounds are about
-    equal: a short last one would leave pipeline ranks waiting, while longer ones only keep a little more.
-    """
-    _need(stages=stages, microbatches=microbatches, chunks=chunks)
-    rounds = max(1, microbatches // stages)
-    bounds = [-(-microbatches * at // rounds) for at in range(rounds + 1)]  # the longest is the first
-    order = [(chunk, at) for first, end in pairwise(bounds) for chunk in range(chunks) for at in range(first, end)]
-    rows = []
-    for pp_rank in range(stages):
-        forwards = [Step("F", chunk * stages + pp_rank, at) for chunk, at in order]
-        backwards = [Step("B", (chunks - 1 - chunk) * stages + pp_rank, at) for chunk, at in order]
-        rows.append(_weave(forwards, backwards, 2 * (stages - pp_rank - 1) + (chunks - 1) * bounds[1]))
-    return _schedule(
-        "interleaved" if chunks == 2 else f"interleaved:{chunks}", rows, _round_robin(stages, chunks), microbatches
-    )
-
-
+@register_schedule("zb", searched=True, in_flight=lambda p, m: [min(m, p)] * p)
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
     """ZB-H1: 1F1B with W put off by as many microbatches as the rank keeps fewer forwards than rank 0.
 
@@ -90,10 +75,44 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     return _schedule("zb", rows, _round_robin(stages, 1), microbatches)
 
 
+def _interleaved_in_flight(stages: int, microbatches: int, chunks: int = 2) -> list[int]:
+    before = (chunks - 1) * _rounds(stages, microbatches)[1] + 1
+    return [min(chunks * microbatches, 2 * (stages - pp_rank - 1) + before) for pp_rank in range(stages)]
+
+
+def _rounds(stages: int, microbatches: int) -> list[int]:
+    """Where rounds of microbatches begin, and the end; the longest is the first."""
+    rounds = max(1, microbatches // stages)
+    return [-(-microbatches * at // rounds) for at in range(rounds + 1)]
+
+
+@register_schedule("interleaved", searched=True, in_flight=_interleaved_in_flight, numbers=(2, 3, 4))
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B with several segments per rank, segment k on pipeline rank k % stages: the bubble is `chunks` times smaller.
+
+    Microbatches go in rounds of at least one per rank, each round through all segments of a rank. Rounds are about
+    equal: a short last one would leave pipeline ranks waiting, while longer ones only keep a little more.
+    """
+    _need(stages=stages, microbatches=microbatches, chunks=chunks)
+    bounds = _rounds(stages, microbatches)
+    order = [(chunk, at) for first, end in pairwise(bounds) for chunk in range(chunks) for at in range(first, end)]
+    rows = []
+    for pp_rank in range(stages):
+        forwards = [Step("F", chunk * stages + pp_rank, at) for chunk, at in order]
+        backwards = [Step("B", (chunks - 1 - chunk) * stages + pp_rank, at) for chunk, at in order]
+        rows.append(_weave(forwards, backwards, 2 * (stages - pp_rank - 1) + (chunks - 1) * bounds[1]))
+    return _schedule(
+        "interleaved" if chunks == 2 else f"interleaved={chunks}", rows, _round_robin(stages, chunks), microbatches
+    )
+
+
+@register_schedule(
+    "zbv", searched=True, in_flight=lambda p, m: [min(2 * m, 2 * p, m + 1 + pp_rank) for pp_rank in range(p)]
+)
 def zbv(stages: int, microbatches: int) -> Schedule:
     """ZB-V: segments k and 2 * stages - 1 - k on rank k, so that the last forward and first backward are on rank 0.
 
-    Seat k starts when the first microbatch comes down, and (for F=B=W) is busy until its end:
+    Rank k starts when the first microbatch comes down, and (for F=B=W) is busy until its end:
 
         F down     2 * (stages - k) - 1 times
         F up, down k times
@@ -140,6 +159,10 @@ class _Lane:
         return steps
 
 
+USUAL = KINDS["1f1b"]
+"""The schedule of a pipeline for which nobody names one."""
+
+
 def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule:
     """For inference. Takes the number of stages, or for each segment the devices that hold it.
 
@@ -176,7 +199,7 @@ def fewer(schedule: Schedule, microbatches: int) -> Schedule:
 def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
     """The schedule with several devices for each rank, which do the same: pp_ranks[0] are the devices of device 0.
 
-    Seats may differ in size. Every device from 0 on is in exactly one.
+    Ranks may differ in size. Every device from 0 on is in exactly one.
     """
     if len(pp_ranks) != len(schedule.devices):
         raise ScheduleError(
@@ -196,58 +219,12 @@ def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleKind:
-    """A schedule known by its name.
-
-    segments   how many there are on each pipeline rank
-    make       from the number of pipeline ranks and of microbatches to the schedule
-    holders    from the number of pipeline ranks to the rank of each segment, needed before a schedule is made
-    """
-
-    name: str
-    segments: int
-    make: Callable[[int, int], Schedule]
-    holders: Callable[[int], tuple[Devices, ...]]
-
-
-def _interleaved(name: str, chunks: int) -> ScheduleKind:
-    return ScheduleKind(
-        name=name,
-        segments=chunks,
-        make=lambda stages, microbatches: interleaved(stages, microbatches, chunks),
-        holders=lambda stages: _round_robin(stages, chunks),
-    )
-
-
 def _round_robin(stages: int, chunks: int = 1) -> tuple[Devices, ...]:
     return tuple((segment % stages,) for segment in range(stages * chunks))
 
 
 def _vee(stages: int) -> tuple[Devices, ...]:
     return tuple((pp_rank,) for pp_rank in (*range(stages), *reversed(range(stages))))
-
-
-KINDS = {
-    kind.name: kind
-    for kind in (
-        ScheduleKind(name="gpipe", segments=1, make=gpipe, holders=_round_robin),
-        ScheduleKind(name="1f1b", segments=1, make=one_f_one_b, holders=_round_robin),
-        ScheduleKind(name="eager", segments=1, make=eager, holders=_round_robin),
-        _interleaved("interleaved", 2),
-        ScheduleKind(name="zb", segments=1, make=zero_bubble, holders=_round_robin),
-        ScheduleKind(name="zbv", segments=2, make=zbv, holders=_vee),
-    )
-}
-
-
-def schedule_kind(name: str) -> ScheduleKind:
-    """One of KINDS, or "interleaved:3" for three segments per pipeline rank."""
-    if match := re.fullmatch(r"interleaved:([1-9]\d*)", name):
-        return _interleaved(name, int(match[1]))
-    if name not in KINDS:
-        raise ScheduleError(f"there is no schedule {name!r}; the known ones are {', '.join(KINDS)} and interleaved:3")
-    return KINDS[name]
 
 
 def _schedule(name: str, rows: Iterable[Iterable[Step]], holders: tuple[Devices, ...], microbatches: int) -> Schedule:

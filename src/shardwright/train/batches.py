@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from ..errors import InputError
 from ..parallelize import arguments_of
 from ..runtime.model.parallel_model import ParallelModel
 
-Reduction = Literal["mean", "sum", "tokens"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 IGNORED = -100
@@ -73,7 +72,7 @@ def count_labels_in(batch: Any) -> Tensor:
     ]
     if not labels:
         raise InputError(
-            'reduction="tokens" counts labels that are not -100, and this batch has no whole numbers: give them as '
+            'reduction="token" counts labels that are not -100, and this batch has no whole numbers: give them as '
             f'the last of a tuple, or in a dict as one of {", ".join(LABELS)}; or use reduction="mean"'
         )
     return (labels[0] != IGNORED).sum()

@@ -198,7 +198,7 @@ class TrainingLoop:
     def counts(self, parts: Sequence[UpdateBatch]) -> list[float]:
         """The rows of each batch, or its labels that count, over all ranks."""
         trainer = self.trainer
-        if trainer.reduction != "tokens":
+        if trainer.reduction != "token":
             return [float(part.rows) for part in parts]
         label_counts = torch.stack([count_labels_in(part.batch) for part in parts]).double().cpu()
         if any(part.shares > 1 for part in parts):  # ranks that have the same rows share their count

@@ -27,9 +27,9 @@ from ..errors import InputError, raise_all
 from ..plan import Plan
 from ..precision import read_precision
 from ..runtime.model.inputs import Mode
+from ..runtime.model.reduction import LossReduction, reduction_fault
 from ..runtime.world import here, start
 from .agreement import Agreement
-from .batches import Reduction
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
 from .feed import BatchSource, sizes_of
@@ -119,7 +119,7 @@ class Trainer:
         parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
-        reduction: Reduction = "mean", loader: LoaderOptions | None = None,
+        reduction: LossReduction = "mean", loader: LoaderOptions | None = None,
         sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
         max_epochs: int | None = None, val_every: int | None = None, val_every_epochs: int | None = 1,
         val_batches: int | None = None, clip_norm: float | None = None, clip_value: float | None = None,
@@ -186,6 +186,7 @@ class Trainer:
                 faults.append(f"{name}={value} would leave nothing of a gradient; use a positive number")
         if self.resume is not None and self.weights is not None:
             faults.append("resume brings weights of its own; leave out resume or weights")
+        faults += [fault] if (fault := reduction_fault(self.reduction)) else []
         if self.inputs not in ("global", "per_replica"):
             faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "global" or "per_replica"')
         raise_all(InputError, "these settings can't be run:", faults)

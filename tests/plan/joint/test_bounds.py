@@ -8,8 +8,6 @@ import pytest
 from shardwright.cluster import find
 from shardwright.plan.joint.bounds import LeastCosts, least_seconds, load_of
 from shardwright.plan.joint.search import PipelineSearch
-from shardwright.plan.joint.trial import flights
-from shardwright.schedule import in_flight, schedule_kind
 
 from .models import language
 from .test_planner import MIXED, setup
@@ -67,11 +65,3 @@ def test_what_is_known_of_larger_microbatches_bounds_smaller_ones():
             after = search.candidates.by_now(rough[pp_ranks, 2 * microbatches])
             assert rough[pp_ranks, 2 * microbatches].bound <= after.bound
             assert after.bound <= search.candidates.sure(after).bound * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb", "zbv", "interleaved", "interleaved:3", "interleaved:4"])
-def test_microbatches_in_flight_are_those_of_the_schedule(schedule):
-    kind = schedule_kind(schedule)
-    for pp_ranks in range(2, 7):
-        for microbatches in range(pp_ranks if kind.segments > 1 else 1, 3 * pp_ranks + 1):
-            assert flights(schedule, pp_ranks, microbatches) == in_flight(kind.make(pp_ranks, microbatches))

@@ -16,6 +16,7 @@ from shardwright.plan.joint.candidates import bound_of
 from shardwright.plan.joint.search import PipelineSearch
 from shardwright.plan.joint.setup import PipelineRequest, PipelineSetup
 from shardwright.plan.limits import Limits
+from shardwright.schedule import KINDS
 
 from .models import chain, language
 
@@ -47,7 +48,7 @@ def pairs(bounds):
 
 
 def test_equal_layers_are_cut_evenly():
-    search = PipelineSearch(setup(chain(), find("4xA100-80GB"), stages=4, microbatches=8, schedule="1f1b"))
+    search = PipelineSearch(setup(chain(), find("4xA100-80GB"), stages=4, microbatches=8, schedule=KINDS["1f1b"]))
     best = search.run().best
     assert layers(best, search) == [2, 2, 2, 2]
 
@@ -61,7 +62,7 @@ def test_a_single_sample_is_planned_without_a_batch_to_split():
 def test_a_faster_group_of_devices_gets_more_layers():
     cluster = find("2xA100-80GB+2xV100-32GB")
     search = PipelineSearch(
-        setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule="1f1b", training=MIXED)
+        setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule=KINDS["1f1b"], training=MIXED)
     )
     best = search.run().best
     blocks = dict(
@@ -91,8 +92,8 @@ def test_bounds_are_below_what_they_bound():
 
 
 def test_a_batch_in_one_piece_passes_stages_of_any_size_one_after_the_other():
-    assert bound_of([2.0, 4.0], 1, "1f1b") == 2.0  # the whole batch on the faster seat: nothing is quicker
-    assert bound_of([4.0, 4.0], 4, "1f1b") == pytest.approx(2.0 * 4 + 2.0)  # two stages, and one waits once
+    assert bound_of([2.0, 4.0], 1, fill=1.0) == 2.0  # the whole batch on the faster seat: nothing is quicker
+    assert bound_of([4.0, 4.0], 4, fill=1.0) == pytest.approx(2.0 * 4 + 2.0)  # two stages, and one waits once
 
 
 def test_a_model_that_fits_on_good_links_gets_no_pipeline():
@@ -112,16 +113,15 @@ def test_slow_links_between_nodes_make_pipelines_win():
 
 def test_short_memory_is_met_by_recomputing_or_more_stages():
     analysis, cluster = language(layers=8, batch=64), find("4xA100-80GB")
-    wide = (
-        PipelineSearch(setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4)).run().best
-    )
+    request = {"stages": 2, "schedule": KINDS["1f1b"], "microbatches": 4}
+    wide = PipelineSearch(setup(analysis, cluster, training=MIXED, **request)).run().best
     need = max(wide.memory(pp_rank) for pp_rank in range(2))
     short = need * 0.6
     result = find_joint(analysis, cluster, MIXED, SearchOptions(memory=short))
     if result.pipeline is not None:
         assert max(peak.peak for peak in result.pipeline.memory) <= short
     tight = PipelineSearch(
-        setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short)
+        setup(analysis, cluster, training=MIXED, room=short, **request)
     )
     again = tight.run().best
     assert again is None or (

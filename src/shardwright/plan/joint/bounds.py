@@ -21,11 +21,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-SCHEDULES = {
-    "1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6
-}  # fmt: skip
-"""The schedules tried, and the fraction of the other stages' time that a microbatch waits for, at best."""
-
 HALVINGS = 40
 """Bisection steps for the time of pipeline ranks of several kinds."""
 
@@ -86,22 +81,17 @@ def least_seconds(loads: Sequence[RankLoad]) -> float:
     return low
 
 
-def fill_of(schedule: str) -> float:
-    """The fraction of the other stages' time that a microbatch waits for, at best."""
-
-    return SCHEDULES.get(schedule, 1.0)
-
-
-def bound_of(alone: Sequence[float], microbatches: int, schedule: str, after: Sequence[float] = ()) -> float:
+def bound_of(alone: Sequence[float], microbatches: int, fill: float, after: Sequence[float] = ()) -> float:
     """A lower bound on the step time, from the seconds of a microbatch if each rank ran all blocks, ignoring memory.
 
-    All ranks are busy with their shares, and part of one microbatch passes from rank to rank while others wait.
+    All ranks are busy with their shares, and part of one microbatch (`fill`) passes from rank to rank
+    while others wait.
     `after`: what is added once a step, for each rank as if it had all of it.
     """
     if math.inf in alone:
         return math.inf
     totals = [microbatches * each + more for each, more in zip(alone, after or [0.0] * len(alone), strict=True)]
-    return _shared(totals) + idle_seconds(alone, fill_of(schedule))
+    return _shared(totals) + idle_seconds(alone, fill)
 
 
 def idle_seconds(alone: Sequence[float], fill: float) -> float:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...schedule import schedule_kind
+from ...schedule import USUAL, ScheduleKind, searched_kinds
 from .blocks import Blocks
-from .bounds import SCHEDULES, bound_of
+from .bounds import bound_of
 from .fronts import Alike, StageFronts
 from .ranks import RankDevices, place_ranks, rank_assignments
 from .setup import PipelineSetup
@@ -30,7 +30,7 @@ class PipelineCandidate:
     pp_ranks: tuple[RankDevices, ...]
     alike: Alike
     microbatches: int
-    schedule: str
+    schedule: ScheduleKind
     within: bool = False
     sure: bool = False
 
@@ -72,7 +72,7 @@ class PipelineCandidates:
             alone = for_each(pp_ranks, alike, self.fronts.rough, microbatches)
             after = for_each(pp_ranks, alike, self.fronts.after, microbatches)
             for schedule in self._schedules(len(pp_ranks), microbatches):
-                bound = bound_of(alone, microbatches, schedule, after)
+                bound = bound_of(alone, microbatches, schedule.fill, after)
                 yield PipelineCandidate(bound, pp_ranks, alike, microbatches, schedule)
 
     def by_now(self, candidate: PipelineCandidate) -> PipelineCandidate:
@@ -87,7 +87,7 @@ class PipelineCandidates:
         pp_ranks, alike, microbatches = candidate.pp_ranks, candidate.alike, candidate.microbatches
         alone = for_each(pp_ranks, alike, measure, microbatches)
         after = for_each(pp_ranks, alike, self.fronts.after, microbatches)
-        bound = bound_of(alone, microbatches, candidate.schedule, after)
+        bound = bound_of(alone, microbatches, candidate.schedule.fill, after)
         return replace(candidate, bound=max(bound, candidate.bound))
 
     def _has_axes(self, pp_rank: RankDevices) -> bool:
@@ -98,15 +98,15 @@ class PipelineCandidates:
             for name, demands in self.setup.limits.axes.items()
         )
 
-    def _schedules(self, stages: int, microbatches: int) -> Iterator[str]:
+    def _schedules(self, pp_ranks: int, microbatches: int) -> Iterator[ScheduleKind]:
         requested = self.setup.request.schedule
-        if stages == 1:
-            yield requested or "1f1b"
+        if pp_ranks == 1:
+            yield requested or USUAL
             return
-        for name in (requested,) if requested is not None else SCHEDULES:
-            segments = schedule_kind(name).segments
-            if stages * segments <= self.blocks.count and (segments == 1 or microbatches >= stages):
-                yield name
+        for schedule in (requested,) if requested is not None else searched_kinds():
+            each = schedule.stages_per_rank
+            if pp_ranks * each <= self.blocks.count and (each == 1 or microbatches >= pp_ranks):
+                yield schedule
 
     def counts(self, pp_ranks: Sequence[RankDevices]) -> list[int]:
         """Numbers of microbatches that divide the batch on all pipeline ranks."""

@@ -26,7 +26,7 @@ from .request import axes_of, check_pipeline_request, needs_pipeline, nothing_fo
 from .search import PipelineSearch, PipelineSearchResult
 from .setup import PipelineSetup
 from .solved import SolvedPipeline
-from .trial import PipelineTrial, flights
+from .trial import PipelineTrial
 
 ATTEMPTS = 4
 """How often a pipeline is solved until it fits: its transient memory is known only once it is solved."""
@@ -124,7 +124,7 @@ class JointPlanner:
 
     def _stages(self, trial: PipelineTrial, refiner: Refiner, over: Sequence[float]) -> list[SolvedStage] | None:
         stages = []
-        flight = flights(trial.schedule, len(trial.pp_ranks), trial.microbatches)
+        flight = trial.schedule.in_flight(len(trial.pp_ranks), trial.microbatches)
         for part, pp_rank in enumerate(trial.holders):
             own = trial.stages_of(pp_rank)
             share = round(trial.parts[part].memory(flight[pp_rank] / len(own)) / max(trial.memory(pp_rank), 1.0), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import PlanError
+from ...schedule import schedule_kind
 from ..auto import SearchOptions
 from ..clash import format_bytes
 from ..limits import Limits
@@ -24,7 +25,7 @@ def pipeline_request(limits: Limits, options: SearchOptions) -> PipelineRequest:
     return PipelineRequest(
         stages=None if stages is None else int(stages),
         microbatches=None if count is None else int(count),
-        schedule=None if schedule is None else str(schedule),
+        schedule=None if schedule is None else schedule_kind(str(schedule)),
     )
 
 
@@ -76,7 +77,7 @@ def nothing_found(search: PipelineSearch) -> PlanError:
         for name, value in (("stages", request.stages), ("microbatches", request.microbatches))
         if value
     ]
-    demands += [f"the schedule {request.schedule}"] if request.schedule else []
+    demands += [f"the schedule {request.schedule.name}"] if request.schedule else []
     conditions = f" with {' and '.join(demands)}" if demands else ""
     rooms = format_bytes(setup.room(search.single_device()))
     graph = setup.analysis.graph

@@ -20,10 +20,10 @@ import numpy as np
 from ...cluster import collective_time
 from ...cost import strides_of
 from ...rules import Analysis
-from ...schedule import schedule_kind
+from ...schedule import ScheduleKind
 from ..stages import OpSequence
 from .blocks import Blocks
-from .bounds import LeastCosts, fill_of, idle_seconds, least_seconds, load_of
+from .bounds import LeastCosts, idle_seconds, least_seconds, load_of
 from .candidates import PipelineCandidate, PipelineCandidates, for_each
 from .cuts import cut_into_stages
 from .front import StageSolution
@@ -32,7 +32,7 @@ from .ranks import RankDevices
 from .setup import PipelineSetup
 from .stage import StageChoice, StageCost
 from .timed import fault_of_time
-from .trial import Mix, PipelineTrial, flights, run_of
+from .trial import Mix, PipelineTrial, run_of
 
 Prices = Callable[[RankDevices, float, float, float], LeastCosts | None]
 """For a pipeline rank, times of a microbatch, microbatches in flight and a memory limit: the least costs at some
@@ -132,9 +132,8 @@ class PipelineSearch:
     def tried(self, candidate: PipelineCandidate) -> PipelineTrial | None:
         """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
         pp_ranks, microbatches, schedule = candidate.pp_ranks, candidate.microbatches, candidate.schedule
-        kind = schedule_kind(schedule)
-        holders = [pp_rank for (pp_rank,) in kind.holders(len(pp_ranks))]
-        flight = flights(schedule, len(pp_ranks), microbatches)
+        holders = [pp_rank for (pp_rank,) in schedule.holders(len(pp_ranks))]
+        flight = schedule.in_flight(len(pp_ranks), microbatches)
         if self.tight(candidate) >= self.upper:
             return None
         width = self.width(len(holders))
@@ -143,7 +142,7 @@ class PipelineSearch:
         for pp_rank in holders:
             key = (self.fronts.kind(pp_ranks[pp_rank]), flight[pp_rank])
             if key not in known:
-                choice = self.choice(pp_ranks[pp_rank], microbatches, flight[pp_rank], kind.segments, width)
+                choice = self.choice(pp_ranks[pp_rank], microbatches, flight[pp_rank], schedule.stages_per_rank, width)
                 if choice is None:
                     return None
                 known[key] = choice
@@ -152,8 +151,7 @@ class PipelineSearch:
         entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
         stages = self.stages(choices, entering)
         both = [2.0 * more for more in entering]
-        fill = fill_of(schedule)
-        cuts = cut_into_stages(stages, both, (microbatches - 1) * kind.segments, fill)
+        cuts = cut_into_stages(stages, both, (microbatches - 1) * schedule.stages_per_rank, schedule.fill)
         if cuts is None or cuts.seconds >= self.upper:
             return None
         return self.simulated(candidate, choices, cuts.bounds)
@@ -180,8 +178,8 @@ class PipelineSearch:
     def roomy(self, candidate: PipelineCandidate) -> bool:
         """Whether the memory of all pipeline ranks together is ample, so that bounds can ignore it."""
         pp_ranks, microbatches = candidate.pp_ranks, candidate.microbatches
-        flight = flights(candidate.schedule, len(pp_ranks), microbatches)
-        each = schedule_kind(candidate.schedule).segments
+        flight = candidate.schedule.in_flight(len(pp_ranks), microbatches)
+        each = candidate.schedule.stages_per_rank
         rooms = sum(len(alike) * (self.setup.room(pp_ranks[alike[0]]) - self.reserve) for alike in candidate.alike)
         return all(
             self.fronts.fits(pp_ranks[alike[0]], microbatches, min(flight[number] for number in alike) / each, rooms)
@@ -206,9 +204,9 @@ class PipelineSearch:
 
         `alone`: seconds of a microbatch if each rank ran all blocks, ignoring memory.
         """
-        pp_ranks, microbatches, fill = candidate.pp_ranks, candidate.microbatches, fill_of(candidate.schedule)
-        flight = flights(candidate.schedule, len(pp_ranks), microbatches)
-        each = schedule_kind(candidate.schedule).segments
+        pp_ranks, microbatches, fill = candidate.pp_ranks, candidate.microbatches, candidate.schedule.fill
+        flight = candidate.schedule.in_flight(len(pp_ranks), microbatches)
+        each = candidate.schedule.stages_per_rank
         same = len(candidate.alike) == 1
         times = microbatches + fill * (len(pp_ranks) - 1) if same else float(microbatches)
         loads = []
@@ -286,11 +284,11 @@ class PipelineSearch:
         return self.timed_trial(candidate.pp_ranks, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
 
     def timed_trial(
-        self, pp_ranks: tuple[RankDevices, ...], microbatches: int, schedule: str, stages: Sequence[StageCost],
+        self, pp_ranks: tuple[RankDevices, ...], microbatches: int, schedule: ScheduleKind, stages: Sequence[StageCost],
         mixes: tuple[Mix, ...], bounds: tuple[int, ...],
     ) -> PipelineTrial:  # fmt: skip
         """A pipeline of these stages, with its simulated time."""
-        holders = [pp_rank for (pp_rank,) in schedule_kind(schedule).holders(len(pp_ranks))]
+        holders = [pp_rank for (pp_rank,) in schedule.holders(len(pp_ranks))]
         links = tuple(
             float(self.entering(pp_ranks[giver], pp_ranks[taker], microbatches)[bound])
             for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)

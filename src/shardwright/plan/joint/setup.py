@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ...cluster import Cluster
 from ...cost import TrainingSetup
 from ...rules import Analysis
+from ...schedule import ScheduleKind
 from ..context import SearchContext
 from ..limits import Limits
 from .ranks import RankDevices
@@ -20,7 +21,7 @@ class PipelineRequest:
 
     stages: int | None = None
     microbatches: int | None = None
-    schedule: str | None = None
+    schedule: ScheduleKind | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

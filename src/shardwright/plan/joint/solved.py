@@ -12,7 +12,6 @@ from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
 from ...ir.paths import is_inside
 from ...layout import Axis, Layout, Mesh, make_layout
 from ...rules import Analysis
-from ...schedule import schedule_kind
 from ..builder import PlanBuilder
 from ..meshes import axis_names
 from ..pipeline import MB, timed
@@ -138,7 +137,7 @@ class SolvedPipeline:
             entries={graph.entry: segments},
             storage=every if any(every.values()) else {},
             microbatches=trial.microbatches,
-            schedule=trial.schedule,
+            schedule=trial.schedule.name,
             local=self.local,
             notes=tuple(dict.fromkeys((*base.notes, *notes))),
         )
@@ -147,10 +146,10 @@ class SolvedPipeline:
 
     def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
         """The memory peak of a device of each pipeline rank."""
-        trial, kind = self.trial, schedule_kind(self.trial.schedule)
+        trial = self.trial
         walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
         pp_ranks = len(trial.pp_ranks)
-        schedule = kind.make(pp_ranks, min(trial.microbatches, 3 * pp_ranks * kind.segments))
+        schedule = trial.schedule.steady(pp_ranks, trial.microbatches)
         return tuple(rank_memory(schedule, pp_rank, walked, training) for pp_rank in range(pp_ranks))
 
     def _walk(self, number: int, cluster: Cluster, training: TrainingSetup) -> StageMemory:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from ...schedule import ScheduleKind, SimulatedRun, StageEdge, StageTimes, in_flight, schedule_kind, simulate
+from ...schedule import ScheduleKind, SimulatedRun, StageEdge, StageTimes, simulate
 from .front import StageSolution
 from .ranks import RankDevices
 from .stage import StageCost
@@ -29,7 +28,7 @@ class PipelineTrial:
 
     pp_ranks: tuple[RankDevices, ...]
     microbatches: int
-    schedule: str
+    schedule: ScheduleKind
     parts: tuple[StageCost, ...]
     mixes: tuple[Mix, ...]
     bounds: tuple[int, ...]
@@ -39,13 +38,9 @@ class PipelineTrial:
     bubble: float
 
     @property
-    def kind(self) -> ScheduleKind:
-        return schedule_kind(self.schedule)
-
-    @property
     def holders(self) -> tuple[int, ...]:
         """The pipeline rank of each segment."""
-        return tuple(pp_rank for (pp_rank,) in self.kind.holders(len(self.pp_ranks)))
+        return tuple(pp_rank for (pp_rank,) in self.schedule.holders(len(self.pp_ranks)))
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """The segments of a pipeline rank."""
@@ -66,7 +61,7 @@ class PipelineTrial:
 
     def memory(self, pp_rank: int) -> float:
         """Bytes stored or saved for backward on a device of a pipeline rank."""
-        flight = flights(self.schedule, len(self.pp_ranks), self.microbatches)[pp_rank]
+        flight = self.schedule.in_flight(len(self.pp_ranks), self.microbatches)[pp_rank]
         own = [self.parts[part] for part in self.stages_of(pp_rank)]
         return sum(part.stored + flight / len(own) * part.saved for part in own)
 
@@ -82,44 +77,22 @@ class PipelineTrial:
         alike = f"of {counts[0]}" if len(set(counts)) == 1 else f"of {'+'.join(map(str, counts))}"
         stages = f"{len(self.pp_ranks)} stages {alike}" if len(self.pp_ranks) > 1 else "one stage"
         parts = f"{self.microbatches} microbatches" if self.microbatches > 1 else "no microbatches"
-        return f"{stages}{f' ({inside})' if inside else ''}, {parts}, {self.schedule}"
-
-
-@lru_cache(maxsize=4096)
-def flights(schedule: str, pp_ranks: int, microbatches: int) -> tuple[float, ...]:
-    """For each pipeline rank the most microbatches of segments in flight at once."""
-    if pp_ranks == 1:
-        return (1.0,)
-    kind, some = schedule_kind(schedule), min(microbatches, 3 * pp_ranks)
-    if kind.name == "1f1b":
-        return tuple(float(min(some, pp_ranks - pp_rank)) for pp_rank in range(pp_ranks))
-    if kind.name == "zb":
-        return (float(min(some, pp_ranks)),) * pp_ranks
-    if kind.name == "zbv":
-        return tuple(float(min(2 * some, 2 * pp_ranks, some + 1 + pp_rank)) for pp_rank in range(pp_ranks))
-    if kind.name.startswith("interleaved"):
-        first = -(-some // max(1, some // pp_ranks))  # microbatches of the first round
-        before = (kind.segments - 1) * first + 1
-        return tuple(
-            float(min(kind.segments * some, 2 * (pp_ranks - pp_rank - 1) + before)) for pp_rank in range(pp_ranks)
-        )
-    return in_flight(kind.make(pp_ranks, some))
+        return f"{stages}{f' ({inside})' if inside else ''}, {parts}, {self.schedule.name}"
 
 
 def run_of(
-    schedule: str, pp_ranks: int, microbatches: int, parts: Sequence[StageCost], links: Sequence[float]
+    schedule: ScheduleKind, pp_ranks: int, microbatches: int, parts: Sequence[StageCost], links: Sequence[float]
 ) -> tuple[SimulatedRun, float]:
     """The simulated run of a schedule, and its seconds for all microbatches."""
-    kind = schedule_kind(schedule)
-    some = min(microbatches, max(LONG * pp_ranks * kind.segments, 32))
-    apart = schedule.startswith("zb")
+    some = min(microbatches, max(LONG * pp_ranks * schedule.stages_per_rank, 32))
+    apart = schedule.splits_backward
     times = [
         StageTimes(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
         for part in parts
     ]
     edges = [StageEdge(at, at + 1, link, link) for at, link in enumerate(links)]
-    run = simulate(kind.make(pp_ranks, some), times, edges)
-    holders = kind.holders(pp_ranks)
+    run = simulate(schedule.make(pp_ranks, some), times, edges)
+    holders = schedule.holders(pp_ranks)
     busy = [0.0] * pp_ranks
     for part, (pp_rank,) in zip(parts, holders, strict=True):
         busy[pp_rank] += part.forward + part.backward

@@ -30,7 +30,7 @@ from .float_inputs import Arguments, FloatInputs, NotAnInput, dtype_of_floats
 from .guards import warn_of_many, why_new
 from .inputs import CallInputs, Mode, check_dtypes
 from .program import Program, shown
-from .reduction import Kind, Reduction, total
+from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
 from .specialization import RankState as RankState
 from .specialization import Specialization as Specialization
@@ -61,7 +61,7 @@ class ParallelModel(ModelView):
         compile_entry: CompileEntry,
         mode: Mode,
         accumulate: int,
-        reduction: Kind = "mean",
+        reduction: LossReduction = "mean",
     ) -> None:
         super().__init__()
         self._reduction = Reduction(reduction)

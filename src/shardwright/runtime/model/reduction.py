@@ -11,7 +11,7 @@ A loss that the model computes itself is the mean over the whole batch already, 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,15 +21,20 @@ from shardwright.errors import InputError
 from ..collectives import comm
 from ..world import Groups
 
-Kind = Literal["mean", "sum", "token"]
+LossReduction = Literal["mean", "sum", "token"]
+
+
+def reduction_fault(kind: str) -> str:
+    """What is wrong with a reduction that a user names, if anything is."""
+    return "" if kind in get_args(LossReduction) else f'reduction={kind!r} is not known; use "mean", "sum" or "token"'
 
 
 class Reduction:
     """One kind, and with "token" the weight of this group in the next backward."""
 
-    def __init__(self, kind: Kind = "mean") -> None:
-        if kind not in ("mean", "sum", "token"):
-            raise InputError(f'reduction={kind!r} is not known; use "mean", "sum" or "token"')
+    def __init__(self, kind: LossReduction = "mean") -> None:
+        if fault := reduction_fault(kind):
+            raise InputError(fault)
         self.kind = kind
         self._weight: Tensor | None = None
 
