@@ -35,6 +35,7 @@ from .foreign_parameters import OwnParameters
 from .grad_mode import as_called, noting_grad_mode
 from .known_draws import KnownDraws
 from .python_random import PythonDraws, check_draws
+from .row_norms import traceable_row_norms
 from .running_statistics import traceable_statistics
 from .sizes import KnownSizes
 from .tensor_data import TensorData
@@ -164,6 +165,7 @@ def _export(
             marking(module, user_calls, seen),
             traceable_bincount(user_calls),
             traceable_statistics(user_calls),
+            traceable_row_norms(user_calls),
             vectorizing(user_calls),
             _watching(module, strict, known, left),
             nullcontext() if strict else _modes(user_calls, checks, known),
