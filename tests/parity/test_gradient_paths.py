@@ -178,7 +178,7 @@ def test_a_backward_after_a_step_through_a_graph_of_before_is_refused():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loop(held := Classifier().double(), torch.optim.SGD(held.parameters(), lr=0.1))
-    with pytest.raises(InputError, match="have changed since the forward"):
+    with pytest.raises(InputError, match="has changed since the forward"):
         on_ranks_only(Classifier, "zero3=2", loop)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from shardwright.errors import CaptureError, LoweringError
+from shardwright.errors import LoweringError
 from tests.parity.threaded import assert_close, compare, ranks_of
 
 
@@ -141,9 +141,3 @@ def test_a_buffer_is_updated_with_the_whole_batch_in_a_pipeline():
 def test_what_would_need_other_microbatches_is_refused_in_a_pipeline():
     with pytest.raises(LoweringError, match="microbatches=1"):
         compare(ByHand(), (torch.randn(4, 8),), "pp=2")
-
-
-def test_an_embedding_that_renormalizes_its_weight_is_refused():
-    net = Loss(nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 4))
-    with pytest.raises(CaptureError, match=r"max_norm.*training loop"):
-        compare(net, (torch.randint(11, (4, 5)),), "dp=2")

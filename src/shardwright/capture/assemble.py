@@ -162,6 +162,7 @@ def _finish(
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
     builder = leaves.builder
     updates = {key: handle.read() for key, handle in leaves.buffers.items()}
+    written = leaves.parameter_updates()
     ends = [
         result.read() if isinstance(result, TensorHandle) else result.name if isinstance(result, Number) else None
         for result in results
@@ -170,8 +171,9 @@ def _finish(
         promote_floats(builder)
     join_repeats(builder)
     updates = {key: builder.now(value) for key, value in updates.items()}
+    written = {start: builder.now(value) for start, value in written.items()}
     ends = [None if value is None else builder.now(value) for value in ends]
-    drop_dead(builder, [value for value in (*ends, *updates.values()) if value is not None])
+    drop_dead(builder, [value for value in (*ends, *updates.values(), *written.values()) if value is not None])
     unread = leaves.constants.keys() - {value for step in builder.steps for value in step.inputs()} - set(ends)
     names = value_names(builder, {value: option for value, option in leaves.options.items() if value not in unread})
     batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
@@ -185,7 +187,12 @@ def _finish(
             if leaf.value
         ),
         parameters=tuple(
-            Parameter(value=names[value], keys=tuple(keys), trainable=leaves.trainable[value])
+            Parameter(
+                value=names[value],
+                keys=tuple(keys),
+                trainable=leaves.trainable[value],
+                update=names[written[value]] if value in written else None,
+            )
             for value, keys in leaves.parameters.items()
         ),
         buffers=_buffers(leaves, updates, names),

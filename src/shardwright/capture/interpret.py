@@ -27,7 +27,7 @@ def run(
     *,
     callback: Callback | None = None,
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(one entry per output, None for a literal; new values of buffers by key; every value by name)."""
+    """(one entry per output, None for a literal; new values of buffers and parameters by key; every value by name)."""
     graph = captured.graph if isinstance(captured, CapturedGraph) else captured
     constants = captured.constants if isinstance(captured, CapturedGraph) else {}
     known = {**(captured.functions if isinstance(captured, CapturedGraph) else {}), **(functions or {})}
@@ -41,7 +41,7 @@ def run(
         if callback is not None:
             callback(op, op_inputs, op_outputs)
     outputs = [None if output.value is None else values[output.value] for output in graph.outputs]
-    updates = {buffer.key: values[buffer.update] for buffer in graph.buffers if buffer.update is not None}
+    updates = {key: values[update] for key, update in graph.updates()}
     return outputs, updates, values
 
 

@@ -193,7 +193,7 @@ class Compiler:
         self.programs.append(programs[0])
         pp_ranks = find_pipeline_ranks(plan.entries[graph.entry], generated)
         if self.precision.master and self.optimizer is not None:
-            pp_ranks = with_masters(pp_ranks)
+            pp_ranks = with_masters(pp_ranks, graph)
         groups = {pp_rank.mesh: pp_rank.groups() for pp_rank in pp_ranks}  # of all meshes, on all ranks
         if model._holding is None:
             self._hold(model, generated, pp_ranks, groups)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..emit import unit_of
 from ..errors import LoweringError, PlanError, raise_all
+from ..ir import Graph
 from ..layout import Mesh
 from ..lower import LoweredProgram
 from ..plan import PlanStage
@@ -87,12 +88,19 @@ def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Seq
     return parsed
 
 
-def with_masters(pp_ranks: Sequence[PipelineRank]) -> tuple[PipelineRank, ...]:
+def with_masters(pp_ranks: Sequence[PipelineRank], graph: Graph) -> tuple[PipelineRank, ...]:
     """The same, where what is trained in less than float32 has a master."""
 
     def narrow(spec: ParameterSpec) -> bool:
         return spec.trainable and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
 
+    written = {parameter.key: parameter.update for parameter in graph.parameters if parameter.update is not None}
+    for spec in (spec for pp_rank in pp_ranks for spec in pp_rank.specs if spec.name in written and narrow(spec)):
+        raise LoweringError(
+            f"forward writes to the parameter {spec.name} ({graph.producer[written[spec.name]]}), and its float32 "
+            "master would not follow; keep that parameter in float32 (precision overrides), or write to it in the "
+            "training loop (max_norm: renormalize the weight there)"
+        )
     return tuple(
         replace(pp_rank, specs=tuple(replace(spec, master=True) if narrow(spec) else spec for spec in pp_rank.specs))
         for pp_rank in pp_ranks

@@ -8,7 +8,7 @@ so it is quick enough for a planner. What is fused afterwards is in `fusing.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -142,11 +142,12 @@ class _Builder:
         self.constant = {op.name for op in self.graph.ops if analysis.is_constant(op)}
         self.placed = {op.name: analysis.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
+        self.written = {item.update: item for item in self.graph.parameters if item.update is not None}
         for op in self.graph.ops:
             for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
                 self.uses[name].append(layout)
-        for name in self.graph.sinks():
-            self.uses[name].append(self._border(name))
+        for name, layout in self._sinks():
+            self.uses[name].append(layout)
         self.forms: dict[str, dict[Layout, LayoutForm]] = {}
         self.numbers: dict[int, int] = {}  # the tensor of a form, by its identity
         self.alive: list[LayoutForm] = []  # so that identities stay theirs
@@ -159,6 +160,16 @@ class _Builder:
         """How a value lies when it comes in or goes out."""
         return self.borders.get(name) or replicated(len(self.graph.values[name].shape))
 
+    def _sinks(self) -> Iterator[tuple[str, Layout]]:
+        """What leaves, and how: parameters that forward writes to as they are stored, the rest as it goes out."""
+        for name in self.graph.sinks():
+            parameter = self.written.get(name)
+            if parameter is None:
+                yield name, self._border(name)
+            else:
+                shape = self.graph.values[name].shape
+                yield name, forget_gradient(parameter_layout(self.uses[parameter.value], self.mesh, len(shape)))
+
     def _choice(self, op: Op) -> Mapping[str, str]:
         return {} if op.name in self.constant else self.choices.get(op.name, {})
 
@@ -170,14 +181,8 @@ class _Builder:
         self._hold()
         for op in graph.ops:
             self._place(op)
-        for output in graph.outputs:
-            if output.value is not None:
-                program.outputs.append(self._use(output.value, self._border(output.value), None))
-        for buffer in graph.buffers:
-            if buffer.update is not None:
-                program.outputs.append(
-                    self._use(buffer.update, replicated(len(graph.values[buffer.update].shape)), None)
-                )
+        for name, layout in self._sinks():
+            program.outputs.append(self._use(name, layout, None))
         return program
 
     def _hold(self) -> None:

@@ -7,8 +7,8 @@
 An op that decides by data (a branch, a loop) names the graphs that it runs, which the graph
 holds as `branches`. They have inputs and outputs only.
 
-A graph is functional: no op changes its input. Writes to buffers are outputs of the
-graph (`Buffer.update`). Names of ops are stable: the module path and the kind of op,
+A graph is functional: no op changes its input. Writes to buffers and parameters are outputs of the
+graph (`Buffer.update`, `Parameter.update`). Names of ops are stable: the module path and the kind of op,
 never a counter over the whole graph.
 """
 
@@ -129,11 +129,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter under every key that the state dict has for it (tied weights have several)."""
+    """A parameter under every key that the state dict has for it (tied weights have several).
+
+    `update` is the value that forward leaves in it, if forward writes to it. It has no gradient.
+    """
 
     value: str
     keys: tuple[str, ...]
     trainable: bool = True
+    update: str | None = None
 
     @property
     def key(self) -> str:
@@ -220,13 +224,18 @@ class Graph:
         return {parameter.value: parameter for parameter in self.parameters}
 
     def sinks(self) -> Iterator[str]:
-        """The values that must be computed: outputs and buffer updates."""
+        """The values that must be computed: outputs and updates of buffers and parameters."""
         for output in self.outputs:
             if output.value is not None:
                 yield output.value
-        for buffer in self.buffers:
-            if buffer.update is not None:
-                yield buffer.update
+        for _, update in self.updates():
+            yield update
+
+    def updates(self) -> Iterator[tuple[str, str]]:
+        """(key, value that forward leaves in it) of the buffers and parameters that forward writes to."""
+        for key, update in (*((b.key, b.update) for b in self.buffers), *((p.key, p.update) for p in self.parameters)):
+            if update is not None:
+                yield key, update
 
     @cached_property
     def fingerprint(self) -> str:

@@ -17,7 +17,8 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield f"  input      {graph.values[item.value]}  from {item.path}"
     for parameter in graph.parameters:
         frozen = "" if parameter.trainable else "  frozen"
-        yield f"  parameter  {graph.values[parameter.value]}  {', '.join(parameter.keys)}{frozen}"
+        change = f"  becomes {parameter.update}" if parameter.update else ""
+        yield f"  parameter  {graph.values[parameter.value]}  {', '.join(parameter.keys)}{frozen}{change}"
     for buffer in graph.buffers:
         change = f"  becomes {buffer.update}" if buffer.update else ""
         yield f"  buffer     {graph.values[buffer.value]}  {buffer.key}{change}"

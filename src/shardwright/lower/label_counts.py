@@ -14,7 +14,7 @@ def from_inputs(value: str, makers: Mapping[str, Op], stored: set[str] | frozens
     if value not in makers:
         return None if value in stored else []
     op, ops = makers[value], dict[str, Op]()
-    if op.region is not None or not op.target.startswith(("aten.", "comm.shard")):
+    if op.region is not None or not op.target.startswith(("aten.", "comm.shard", "comm.partial")):
         return None
     for name in op.inputs:
         before = from_inputs(name, makers, stored)

@@ -85,9 +85,9 @@ class Placer:
         for op in graph.ops:
             for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
                 self.uses[name].append(layout)
+        self.storage_options = dict(task.storage_options)
         for name, layout in self._sinks():
             self.uses[name].append(layout)
-        self.storage_options = dict(task.storage_options)
 
     def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         signature = self.analysis.signatures[op.name]
@@ -110,18 +110,25 @@ class Placer:
             return in_time(self._per_replica(name), produced, self.sizes)
         return in_time(replicated(len(value.shape)), produced, self.sizes)
 
-    def _stored(self, name: str) -> Layout:
-        """The new value of a buffer is that of the whole batch: unlike an output, it does not add up over time."""
-        return replicated(len(self.graph.values[name].shape))
+    def _updates(self) -> Iterator[tuple[str, str, Layout]]:
+        """(key, value, layout) of what forward writes to: buffers replicated, parameters as they are stored.
+
+        Both are of the whole batch: unlike outputs, they don't add up over time.
+        """
+        for buffer in self.graph.buffers:
+            if buffer.update is not None:
+                yield buffer.key, buffer.update, replicated(len(self.graph.values[buffer.update].shape))
+        for parameter in self.graph.parameters:
+            if parameter.update is not None:
+                yield parameter.key, parameter.update, forget_gradient(self._storage_layout(parameter))
 
     def _sinks(self) -> Iterator[tuple[str, Layout]]:
-        """The values that must be computed, and how: outputs and buffer updates."""
+        """The values that must be computed, and how: outputs and updates."""
         for output in self.graph.outputs:
             if output.value is not None:
                 yield output.value, self._leaving(output.value)
-        for buffer in self.graph.buffers:
-            if buffer.update is not None:
-                yield buffer.update, self._stored(buffer.update)
+        for _, value, layout in self._updates():
+            yield value, layout
 
     def taken_as(self, name: str) -> Layout:
         """How a value that comes from another segment is taken."""
@@ -156,9 +163,7 @@ class Placer:
             self._use(output.value, self._leaving(output.value), None) if output.value is not None else None
             for output in graph.outputs
         )
-        updates = tuple(
-            (b.key, self._use(b.update, self._stored(b.update), None)) for b in graph.buffers if b.update is not None
-        )
+        updates = tuple((key, self._use(value, layout, None)) for key, value, layout in self._updates())
         return LoweredProgram(
             graph=graph,
             analysis=self.analysis,
@@ -261,14 +266,21 @@ class Placer:
             at = at.parent
         return at is node
 
-    def _hold(self, parameter: Parameter) -> ParameterPlacement:
-        value = self.graph.values[parameter.value]
-        requested = tuple(pair for pair in self.task.storage.get(parameter.key, ()) if pair[0] in self.sizes)
-        layout = self.storage_options.get(parameter.key)
+    def _requested(self, parameter: Parameter) -> tuple[tuple[str, int], ...]:
+        """The ZeRO level that the plan asks for, by axis."""
+        return tuple(pair for pair in self.task.storage.get(parameter.key, ()) if pair[0] in self.sizes)
+
+    def _storage_layout(self, parameter: Parameter) -> Layout:
+        layout, uses = self.storage_options.get(parameter.key), self.uses[parameter.value]
         if layout is None:
-            layout = parameter_layout(self.uses[parameter.value], self.mesh, len(value.shape))
-            for axis, _ in requested if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
+            layout = parameter_layout(uses, self.mesh, len(self.graph.values[parameter.value].shape))
+            for axis, _ in self._requested(parameter) if uses else ():  # kept in shares: its gradient is a sum
                 layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
+        return layout.with_placement(MB, INVARIANT) if MB in self.sizes and layout.shard_of(MB) is None else layout
+
+    def _hold(self, parameter: Parameter) -> ParameterPlacement:
+        value, requested = self.graph.values[parameter.value], self._requested(parameter)
+        layout = self._storage_layout(parameter)
         zero = tuple(pair for pair in requested if not parameter.trainable or layout.placement(pair[0]) == REPLICATE)
         if layout.shard_of(MB) is not None:
             raise LoweringError(
@@ -276,7 +288,6 @@ class Placer:
                 f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
                 "name those that have none: parallelize(..., unbatched=[...])"
             )
-        layout = layout.with_placement(MB, INVARIANT) if MB in self.sizes else layout
         if not parameter.trainable:
             layout = forget_gradient(layout)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum

@@ -255,7 +255,7 @@ class PlanBuilder:
         if value in sinks or not self.graph.users[value]:
             return False
         for op, index in self.graph.users[value]:
-            if op.name in handed:
+            if op.name in handed or not self._has_gradient(op):
                 continue
             placement = self._read(op, index, axis)
             if placement != REPLICATE and not (placement is None and allow_shard):

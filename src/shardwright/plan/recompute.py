@@ -57,15 +57,16 @@ def faults_of(graph: Graph, path: str) -> list[str]:
         beyond = next((op for op in graph.ops if op.region == region and op.name not in names), None)
         if beyond is not None:
             faults.append(f"but the model checkpoints a region that reaches beyond it, to {beyond}; leave that to it")
-    changed = {buffer.value: buffer.key for buffer in graph.buffers if buffer.update is not None}
-    updates = {buffer.update for buffer in graph.buffers}
+    changed = {state.value: f"buffer {state.key!r}" for state in graph.buffers if state.update is not None}
+    changed |= {state.value: f"parameter {state.key!r}" for state in graph.parameters if state.update is not None}
+    updates = {update for _, update in graph.updates()}
     for op in ops:
         if "batch_norm" in op.target:  # one that trains only writes its buffers
             continue
         if all(name in updates and not graph.users[name] for name in op.outputs):  # backward has no use for it
             continue
-        for key in (changed[name] for name in op.inputs if name in changed):
-            faults.append(f"where {op} reads the buffer {key!r}, which the step changes before backward")
+        for state in (changed[name] for name in op.inputs if name in changed):
+            faults.append(f"where {op} reads the {state}, which the step changes before backward")
     return faults
 
 

@@ -117,7 +117,7 @@ class OpSequence:
 def _floating(analysis: Analysis) -> frozenset[str]:
     graph = analysis.graph
     changed = {buffer.value for buffer in graph.buffers if buffer.update is not None}
-    updates = {buffer.update for buffer in graph.buffers}
+    updates = {update for _, update in graph.updates()}
     lean = {parameter.value for parameter in graph.parameters} | analysis.constants
     at_hand = {item.value for item in graph.inputs} | analysis.constants
     at_hand |= {buffer.value for buffer in graph.buffers} - changed
@@ -176,6 +176,7 @@ def split_graph(line: OpSequence, parts: Sequence[Sequence[str]]) -> StagedGraph
         _subgraph(graph, inside[number], tuple(takes[number]), tuple(gives[number]), number, outputs)
         for number in range(len(parts))
     )
+    _check_written(graph, graphs)
     return StagedGraph(graphs=graphs, crossings=tuple(crossings), outputs=outputs)
 
 
@@ -188,6 +189,17 @@ def _check_order(line: OpSequence, stage_of: Mapping[str, int]) -> None:
                     f"{op} is in segment {stage_of[op.name]} and reads {name}, which {maker} makes in the later "
                     f"segment {stage_of[maker.name]}; segments read from earlier ones only"
                 )
+
+
+def _check_written(graph: Graph, stages: Sequence[Graph]) -> None:
+    """A parameter that forward writes to has one copy, or the others would keep the old value."""
+    for written in (item.key for item in graph.parameters if item.update is not None):
+        readers = [number for number, stage in enumerate(stages) if any(p.key == written for p in stage.parameters)]
+        if len(readers) > 1:
+            raise PlanError(
+                f"forward writes to the parameter {written!r}, and the stages {readers} each hold a copy of it; cut "
+                "the model elsewhere, or write to it in the training loop (max_norm: renormalize the weight there)"
+            )
 
 
 def _inside(line: OpSequence, stage_of: Mapping[str, int], number: int) -> set[str]:
@@ -253,7 +265,11 @@ def _subgraph(
         read |= {item.value for item in graph.parameters if not graph.users[item.value]}
     inputs = tuple(item for item in graph.inputs if item.value in read)
     inputs += tuple(Input(value=value, path=value) for value in takes)
-    parameters = tuple(item for item in graph.parameters if item.value in read)
+    parameters = tuple(
+        replace(item, update=item.update if item.update in produced else None)
+        for item in graph.parameters
+        if item.value in read or item.update in produced
+    )
     names = read | produced | {item.value for item in inputs} | {item.value for item in buffers}
     return replace(
         graph,

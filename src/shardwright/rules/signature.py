@@ -6,6 +6,7 @@ ways to split an op are its **roles**: a label and one atom in it. A choice of o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -245,9 +246,10 @@ class Analysis:
 
     @cached_property
     def lean(self) -> tuple[Op, ...]:
-        """The ops with a gradient that depend on parameters only."""
+        """The ops with a gradient that depend on parameters only, or besides on numbers for the dims of parameters."""
         graph, ops = self.graph, list[Op]()
         lean = {parameter.value for parameter in graph.parameters} | self.constants
+        lean |= {name for name, value in graph.values.items() if not value.gradient and self._atoms(name) <= self.owned}
         for op in graph.ops:
             if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
                 lean |= set(op.outputs)
@@ -257,8 +259,10 @@ class Analysis:
     @cached_property
     def owned(self) -> frozenset[int]:
         """The atoms of parameters, but for those of the batch."""
-        dims = [dim for parameter in self.graph.parameters for dim in self.dims[parameter.value]]
-        return frozenset(atom for dim in dims for atom in self.atoms.splittable(dim)) - self.batch
+        return frozenset[int]().union(*(self._atoms(item.value) for item in self.graph.parameters)) - self.batch
+
+    def _atoms(self, value: str) -> set[int]:
+        return {atom for dim in self.dims[value] for atom in self.atoms.splittable(dim)}
 
     @cached_property
     def by_atom(self) -> dict[int, tuple[tuple[Op, Role], ...]]:
@@ -365,8 +369,7 @@ def _bind_input(
         groups = atoms.divide_row(dim, [_sizes(list(section), 0, rule, labels, atoms)[0] for section in pattern])
     if groups is None:  # this op can't be split there; what comes out is made of new atoms
         blocked.update(names)
-        sizes = _sizes(names, size, rule, labels, atoms)
-        groups = [atoms.fresh(size) for size in sizes]
+        groups = [atoms.fresh(size) for size in _sizes(names, size, rule, labels, atoms)]
     for label, group in zip(names, groups, strict=True):
         if label in labels:
             atoms.unify(labels[label], group)
@@ -376,14 +379,11 @@ def _bind_input(
 
 def _sizes(names: list[str], size: int, rule: Rule, labels: dict[str, Dim], atoms: Atoms) -> list[int]:
     """Sizes of the labels of a product; at most one is inferred from the dim."""
-    sizes: list[int | None] = []
-    for name in names:
-        sizes.append(
-            rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None
-        )
-    known = 1
-    for known_size in sizes:
-        known *= known_size or 1
+    sizes = [
+        rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None
+        for name in names
+    ]
+    known = math.prod(known_size or 1 for known_size in sizes)
     return [known_size if known_size is not None else size // known for known_size in sizes]
 
 

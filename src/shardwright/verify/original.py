@@ -135,7 +135,7 @@ class Original:
         outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, before, functions)
         with torch.no_grad():
             for key, value in updates.items():
-                buffers[key].copy_(value)
+                (buffers[key] if key in buffers else parameters[key]).copy_(value)
         return captured.unflatten(outputs)
 
     def gradients(self) -> Tensors:

@@ -11,7 +11,7 @@ value of its root, and other views of that root are taken again when they are ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..failure import unsupported
@@ -45,6 +45,7 @@ class TensorHandle:
     version: int = 0
     seen: int = 0
     storage: int = 0  # of the traced tensor: tells whether a reshape shared memory
+    past: list[str] = field(default_factory=list)  # the values that a root had before it was written to
 
     def root(self) -> TensorHandle:
         return self if self.parent is None else self.parent.root()
@@ -65,6 +66,7 @@ class TensorHandle:
             name = _unnoticed(builder, self.read(), name, place)
         if self.parent is None or self.view is None:
             self.version += 1
+            self.past.append(self.name)
         else:
             before = self.parent.read()
             new = _scatter(builder, self.view, before, name, place)

@@ -20,9 +20,12 @@ from ..tracing.foreign_parameters import is_foreign, refusal
 from .aliases import AliasView, TensorHandle
 from .canonical import AtenCall, write
 from .finish import identifier
-from .graph_builder import GraphBuilder, OpOrigin, ValueRef
+from .graph_builder import GraphBuilder, OpOrigin, ValueRef, base_name
 from .schema import value_info
 from .source_lines import source_of
+
+SAVE_NOTHING = ("aten.embedding.default", "aten.detach.default", "aten.sub.Tensor", "aten.add.Tensor")
+"""Ops whose backward does not need the values of a parameter that they read."""
 
 
 @dataclass(slots=True)
@@ -69,17 +72,24 @@ class Leaves:
                 handles[index] = self._constant(spec, node, by_storage)
         return handles
 
+    def parameter_updates(self) -> dict[str, str]:
+        """What forward leaves in the parameters that it writes to, by their value at the start."""
+        steps, updates = self.builder.steps, dict[str, str]()
+        for start, keys in self.parameters.items():
+            end = self.owned_parameters[keys[0]].read()
+            if end != start:
+                at = next((at for at, step in enumerate(steps) if end in step.outputs), None)
+                place = OpOrigin() if at is None else steps[at].place
+                arguments, info = {"self": ValueRef(end)}, self.builder.infos[end]
+                updates[start] = self.builder.emit_one("aten.detach.default", arguments, info, place)
+                if at is not None:  # beside what makes it, which says in which stage of a pipeline it is
+                    steps.insert(at + 1, steps.pop())
+        return updates
+
     def check_writes(self) -> None:
-        """Buffers may change in a step; parameters and other tensors may not, and a caller's are left alone."""
+        """Buffers and parameters may change in a step; other tensors may not, and a caller's are left alone."""
         for key, handle in self.owned_parameters.items():
-            if handle.version:
-                owner = self.module.get_submodule(key.rpartition(".")[0])
-                renormalizes = getattr(owner, "max_norm", None) is not None
-                remedy = "leave max_norm out and renormalize the weight" if renormalizes else "change it"
-                raise CaptureError(
-                    f"the forward of {type(self.module).__name__} writes to the parameter {key}; make it a buffer "
-                    f"(register_buffer) if the forward has to change it, or {remedy} in the training loop"
-                )
+            self._check_earlier_reads(key, frozenset(handle.past))
         for key, handle in self.outside.items():
             if handle.version:
                 name = "of a global or a list" if "lifted_tensor" in key else f"self.{key}"
@@ -92,6 +102,17 @@ class Leaves:
                 self.builder.notes.append(
                     f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
                 )
+
+    def _check_earlier_reads(self, key: str, past: frozenset[str]) -> None:
+        """Backward must not need what a parameter was before it was written to: on one device it is gone by then."""
+        for step in self.builder.steps if past else ():
+            saves = step.target not in SAVE_NOTHING and any(self.builder.infos[name].gradient for name in step.outputs)
+            if past.isdisjoint(step.inputs()) or not (saves or step.place.region):
+                continue
+            what = f"{base_name(step.target)} reads the parameter {key} before forward writes to it"
+            if step.place.region:
+                what = f"forward writes to the parameter {key}, and checkpointing reads it again after that"
+            raise unsupported(what, step.place.source, "Write to it outside of forward, in the training loop.")
 
     def _module_tensors(self) -> dict[str, TensorHandle]:
         """A handle under every key of the module, one for each tensor object."""

@@ -36,6 +36,7 @@ from .grad_mode import GradMode, as_called
 from .known_draws import KnownDraws
 from .node_notes import noting
 from .python_random import PythonDraws, check_draws
+from .row_norms import traceable_row_norms
 from .running_statistics import traceable_statistics
 from .sizes import KnownSizes
 from .tensor_data import TensorData
@@ -166,6 +167,7 @@ def _export(
             marking(module, user_calls, seen),
             traceable_bincount(user_calls),
             traceable_statistics(user_calls),
+            traceable_row_norms(user_calls),
             vectorizing(user_calls),
             _watching(module, strict, known, left),
             nullcontext() if strict else _modes(user_calls, checks, known),

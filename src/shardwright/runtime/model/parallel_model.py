@@ -321,7 +321,7 @@ class ParallelModel(ModelView):
     @torch.no_grad()
     def _write_updates(self, stage: Program, holding: RankState) -> None:
         for key, value in stage.updates.items():
-            holding.buffers[key].copy_(value)
+            holding.write(key, value)
         stage.updates.clear()
 
     def _know(self, arguments: Arguments) -> None:

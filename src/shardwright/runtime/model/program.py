@@ -223,7 +223,7 @@ class Program:
         return value  # type: ignore[no-any-return]
 
     def update(self, key: str, value: Tensor) -> None:
-        """A new value for a buffer, written once the forward is over."""
+        """A new value for a buffer or a parameter, written once the forward is over."""
         self.updates[key] = value.detach()
 
 

@@ -14,6 +14,7 @@ from shardwright.errors import InputError
 from ..algorithms.random import Randomness
 from ..faults.input_comparison import CallSignature
 from ..parameters import state_dicts
+from ..parameters.forward_writes import write_parameter
 from ..parameters.gradient_sync import GradientSync
 from ..parameters.sharded import ShardedParameter
 from ..parameters.spec import ParameterSpec
@@ -64,6 +65,13 @@ class RankState:
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
         return {key: self.buffers[key] for key in self.persistent}
+
+    def write(self, key: str, value: Tensor) -> None:
+        """A new value for a buffer or a parameter, which forward has made."""
+        if key in self.buffers:
+            self.buffers[key].copy_(value)
+        else:
+            write_parameter(self.parameters[key], value)
 
     def filled(self, keys: Container[str]) -> None:
         """What has these keys has values."""

@@ -19,6 +19,7 @@ under autocast) is not a view on the gathered buffer, and is kept like any other
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,11 @@ class UnitUse(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
-    """Where a saved tensor lay in a gathered buffer, and of which values."""
+    """Where a saved tensor lay in a gathered buffer, in which of its parameters, and of which values."""
 
     shards: UnitShards
-    version: tuple[tuple[int, int], ...]
+    number: int
+    version: tuple[int, int]
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -200,8 +202,9 @@ class Zero3:
         shards = self._live.get(tensor.untyped_storage().data_ptr())
         if shards is None or tensor.dtype != shards.row.dtype:
             return KeptTensor(tensor, tensor._version)
-        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return SavedView(shards, self._ready[shards].version, *place)
+        gathered, offset = self._ready[shards], int(tensor.storage_offset())
+        number = bisect_right(gathered.offsets, offset) - 1
+        return SavedView(shards, number, gathered.version[number], tuple(tensor.shape), tensor.stride(), offset)
 
     @report_failure
     def _unpack(self, saved: KeptTensor | SavedView) -> Tensor:
@@ -209,10 +212,11 @@ class Zero3:
             return saved.checked()
         self._begin()
         shards = saved.shards
-        if saved.version != shards.version():
+        if saved.version != shards.version()[saved.number]:  # others of the unit may have, such as what forward writes
             raise InputError(
-                f"{shards} have changed since the forward whose backward runs, and ZeRO-3 gathers them again for it; "
-                "call the model again after a step, or use zero2, where torch says what was changed"
+                f"the parameter {shards.pairs[saved.number][0].name} has changed since the forward whose backward "
+                "runs, and ZeRO-3 gathers it again for it; call the model again after a step, or use zero2, where "
+                "torch says what was changed"
             )
         flat = self._gathered(shards).wait()
         self._note_again(shards)

@@ -198,7 +198,7 @@ class PipelineExecutor:
             edges = [(v, get_gradient_edge(x)) for v, x in results.items() if v in self._wanted and x.requires_grad]
             trained = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
             run.flights[placed.number, step.microbatch] = InFlightMicrobatch(tuple(edges), trained)
-        self._note_updates(stage, run)
+        self._note_updates(placed, stage, run)
 
     def _input(self, step: Step, number: int, run: ScheduleRun) -> Tensor:
         """An input of the model; the samples of a microbatch where each is a batch of its own."""
@@ -220,11 +220,11 @@ class PipelineExecutor:
                 return stage.forward(*args)
 
     @torch.no_grad()
-    def _note_updates(self, stage: Program, run: ScheduleRun) -> None:
-        """Buffers are written at the end; where each microbatch is a batch of its own, at once."""
+    def _note_updates(self, placed: PlacedStage, stage: Program, run: ScheduleRun) -> None:
+        """Buffers and parameters are written at the end; where each microbatch is a batch of its own, at once."""
         if self.pipeline.local:
             for key, value in stage.updates.items():
-                self.pipeline.buffers[key].copy_(value)
+                self.pipeline.write(placed, key, value)
         else:
             run.updates.update(stage.updates)
         stage.updates.clear()

@@ -76,10 +76,10 @@ class OutputBroadcast:
             outputs.append(tensor)
         for placed in self.pipeline.placed:
             for key in placed.updates:
-                buffer = self.pipeline.buffers[key]
                 if key in updates:
-                    buffer.copy_(updates[key])
-                by_source[placed.mesh.devices[0]].append(buffer)
+                    self.pipeline.write(placed, key, updates[key])
+                if key in self.pipeline.buffers:  # all ranks of the stage have written a parameter
+                    by_source[placed.mesh.devices[0]].append(self.pipeline.buffers[key])
         for source, tensors in sorted(by_source.items()):
             broadcast(tensors, source, self.rank)
         return outputs

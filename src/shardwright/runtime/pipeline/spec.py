@@ -24,6 +24,7 @@ from shardwright.layout import INVARIANT, Layout, Mesh, Shard
 from shardwright.schedule import Schedule
 
 from ..model.program import Program
+from ..parameters.forward_writes import write_parameter
 from ..parameters.sharded import ShardedParameter
 from ..world import Moment
 
@@ -72,7 +73,7 @@ class PlacedStage:
     takes: tuple[int | str, ...]  # for each argument of forward, the number of a model input or a crossing value
     gives: tuple[str, ...]  # for each tensor that forward returns, the value's name
     asks: tuple[int, ...] = ()  # for each argument of prologue, the number of a model input
-    updates: tuple[str, ...] = ()  # the keys of buffers that its forward may update
+    updates: tuple[str, ...] = ()  # the keys of buffers and parameters that its forward may update
     stage: Program | None = None
     parameters: Mapping[str, ShardedParameter] = field(default_factory=dict)  # by all keys under which it finds them
 
@@ -109,6 +110,13 @@ class PipelineSpec:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # all of the model's, replicated on every rank
     local: bool = False  # each microbatch is a small batch of its own: buffers are updated after each
     rows: tuple[bool, ...] = ()  # then, for each input of the model, whether a microbatch has rows of it
+
+    def write(self, placed: PlacedStage, key: str, value: Tensor) -> None:
+        """A new value for a buffer or a parameter, which the forward of a stage has made."""
+        if key in self.buffers:
+            self.buffers[key].copy_(value)
+        else:
+            write_parameter(placed.parameters[key], value)
 
     @property
     def microbatches(self) -> int:
