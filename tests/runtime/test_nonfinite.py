@@ -102,7 +102,7 @@ def test_an_op_of_backward_and_the_first_parameter(plan, precision, tmp_path):
 def test_infinities_that_a_model_is_made_with_are_none(plan, tmp_path):
     for fine, found, gradient, said in look("none", plan, tmp_path, bad=False):
         assert fine and found is None and gradient is None
-        assert "the same step again is finite" in said
+        assert "repeating the step is finite" in said
 
 
 def test_what_is_wrong_before_the_step(tmp_path):
