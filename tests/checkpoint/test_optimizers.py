@@ -63,7 +63,7 @@ def test_an_optimizer_of_other_groups_is_refused_with_all_its_faults(tmp_path):
         sw.load(tmp_path / "x", net, torch.optim.SGD([{"params": both}, {"params": more}], lr=0.1))
 
     assert "the parameters of group 0 were in groups [0, 1] of 2" in str(error.value)
-    assert "group 1 has down.bias, which the saved one did not train" in str(error.value)
+    assert "group 1 has down.bias, which the saved optimizer did not train" in str(error.value)
 
 
 @pytest.mark.parametrize(("empty", "fine"), [(0, True), (1, False), (2, False)])

@@ -109,7 +109,7 @@ def test_a_place_in_another_order_is_refused():
     state = ReplicaBatchSampler(10, 2, shuffle=True, seed=4).state_dict()
     with pytest.raises(InputError, match=r"size=10, but here size=11"):
         ReplicaBatchSampler(11, 2, shuffle=True).load_state_dict(state)
-    with pytest.raises(InputError, match=r"shuffle=True, and here is shuffle=False"):
+    with pytest.raises(InputError, match=r"shuffle=True, but here shuffle=False"):
         ReplicaBatchSampler(10, 2).load_state_dict(state)
     other = ReplicaBatchSampler(10, 2, shuffle=True, seed=5)
     other.load_state_dict(state)

@@ -40,7 +40,7 @@ def test_where_ranks_part_is_said_even_if_their_counts_agree():
     second = one(entered(4, 10), entered(5, 30), entered(6, 40))
     text = explain({0: first, 1: second}, 2, 9)
     assert (
-        "they don't do the same: rank 0 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:20"
+        "they are desynchronized: rank 0 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:20"
         in text
     )
     assert "but rank 1 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:30" in text

@@ -119,18 +119,7 @@ def make_parser() -> ArgumentParser:
     )
     commands.add_subcommand("compile", compiled, help="write the generated program")
 
-    verified = ArgumentParser(description="Run the original and the compiled program on one batch and compare them.")
-    _model_arguments(verified, plan=None)
-    verified.add_argument("--dtype", choices=["float64", "float32"], help="dtype of the comparison; default: float64")
-    verified.add_argument(
-        "--precision", choices=list(NAMED), help="train both in this precision; default: the model's dtypes"
-    )
-    verified.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
-    verified.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the optimizer")
-    verified.add_argument("--tolerance", type=float, help="default: 1e-10 in float64, 1e-5 in float32")
-    verified.add_argument("--eval", action="store_true", help="compare evaluation mode too")
-    verified.add_argument("--trace", action="store_true", help="if they differ, find the first op that differs")
-    commands.add_subcommand("verify", verified, help="compare the program with the original")
+    commands.add_subcommand("verify", _verify_parser(), help="compare the program with the original")
     commands.add_subcommand(
         "rehearse", rehearse_parser(), help="run a plan for many devices on this machine, scaled down"
     )
@@ -142,6 +131,21 @@ def make_parser() -> ArgumentParser:
     add_checkpoint(commands)
     commands.add_subcommand("train", ArgumentParser(), help="train a model from a config file; see docs/training.md")
     return parser
+
+
+def _verify_parser() -> ArgumentParser:
+    verified = ArgumentParser(description="Run the original and the compiled program on one batch and compare them.")
+    _model_arguments(verified, plan=None)
+    verified.add_argument("--dtype", choices=["float64", "float32"], help="dtype of the comparison; default: float64")
+    verified.add_argument(
+        "--precision", choices=list(NAMED), help="train both in this precision; default: the model's dtypes"
+    )
+    verified.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
+    verified.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the optimizer")
+    verified.add_argument("--tolerance", type=float, help="default: 1e-10 in float64, 1e-5 in float32")
+    verified.add_argument("--eval", action="store_true", help="compare evaluation mode too")
+    verified.add_argument("--trace", action="store_true", help="if they differ, find the first op that differs")
+    return verified
 
 
 def _model_arguments(parser: ArgumentParser, plan: str | None = "auto") -> None:
