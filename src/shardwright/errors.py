@@ -1,19 +1,19 @@
-"""What can go wrong, as one tree.
+"""The tree of exceptions.
 
     ShardwrightError
     ├── CaptureError       the model can't be turned into a graph
-    ├── GraphError         a graph breaks its own rules (a fault of ours or of an own pass)
-    ├── RuleError          a rule is malformed, or claims a split that is not true
-    ├── LayoutError        a layout or a mesh makes no sense for a shape
-    ├── ClusterError       a cluster's name, file or facts make no sense
+    ├── GraphError         a graph is malformed (a bug, or a fault of a custom pass)
+    ├── RuleError          a rule is malformed, or claims a split that is wrong
+    ├── LayoutError        a layout or a mesh does not fit a shape
+    ├── ClusterError       a cluster's name, file or numbers are invalid
     ├── PlanError          a plan is malformed, infeasible, or made for another graph
-    ├── ScheduleError      a schedule is malformed, can't run, or keeps too much
+    ├── ScheduleError      a schedule is malformed, can't run, or needs too much memory
     ├── LoweringError      a plan can't be turned into a program
-    ├── InputError         what was passed at run time does not fit the program
-    ├── CheckpointError    a checkpoint is damaged, half written, or of something else
+    ├── InputError         an argument is invalid, or does not fit the program
+    ├── CheckpointError    a checkpoint is damaged, incomplete, or of another model
     ├── ParityError        the compiled program differs from the original
-    ├── DriftError         ranks have different values of what should be equal
-    ├── NonFiniteError     a loss, a value or a gradient is infinite or not a number
+    ├── DriftError         values that should be equal on all ranks differ
+    ├── NonFiniteError     a loss, a value or a gradient is inf or nan
     └── RankError          another rank failed or was lost
 
 Messages carry the op, the value with its shape, the user's source line, the numbers
@@ -30,7 +30,7 @@ class ShardwrightError(Exception):
 
 
 class CaptureError(ShardwrightError):
-    """The model can't be turned into a graph. `path` is the submodule that stands in the way, if it is known."""
+    """The model can't be turned into a graph. `path` is the submodule at fault, if known."""
 
     def __init__(self, message: str, path: str | None = None) -> None:
         super().__init__(message)
@@ -38,19 +38,19 @@ class CaptureError(ShardwrightError):
 
 
 class GraphError(ShardwrightError):
-    """A graph breaks its own rules."""
+    """A graph is malformed."""
 
 
 class RuleError(ShardwrightError):
-    """A rule is malformed, or claims a split that is not true."""
+    """A rule is malformed, or claims a split that is wrong."""
 
 
 class LayoutError(ShardwrightError):
-    """A layout or a mesh makes no sense for a shape."""
+    """A layout or a mesh does not fit a shape."""
 
 
 class ClusterError(ShardwrightError):
-    """A cluster's name, file or facts make no sense."""
+    """A cluster's name, file or numbers are invalid."""
 
 
 class PlanError(ShardwrightError):
@@ -58,7 +58,7 @@ class PlanError(ShardwrightError):
 
 
 class ScheduleError(ShardwrightError):
-    """A schedule is malformed, can't run, or keeps too much."""
+    """A schedule is malformed, can't run, or needs too much memory."""
 
 
 class LoweringError(ShardwrightError):
@@ -66,11 +66,11 @@ class LoweringError(ShardwrightError):
 
 
 class InputError(ShardwrightError):
-    """What was passed at run time does not fit the program."""
+    """An argument is invalid, or does not fit the program."""
 
 
 class CheckpointError(ShardwrightError):
-    """A checkpoint is damaged, half written, or of something else."""
+    """A checkpoint is damaged, incomplete, or of another model."""
 
 
 class ParityError(ShardwrightError):
@@ -78,11 +78,11 @@ class ParityError(ShardwrightError):
 
 
 class DriftError(ShardwrightError):
-    """Ranks have different values of what should be equal."""
+    """Values that should be equal on all ranks differ."""
 
 
 class NonFiniteError(ShardwrightError):
-    """A loss, a value or a gradient is infinite or not a number."""
+    """A loss, a value or a gradient is inf or nan."""
 
 
 class RankError(ShardwrightError):

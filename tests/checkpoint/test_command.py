@@ -90,20 +90,20 @@ def test_convert_to_another_dtype_and_form(run, tmp_path, capsys):
     assert main(["checkpoint", "inspect", str(tmp_path / "c")]) == 0
     assert "bfloat16" in capsys.readouterr().out
     assert main(["checkpoint", "convert", str(path), "--to", str(tmp_path / "d"), "--form", "file"]) == 2
-    assert "one file, and only that, is named x.safetensors" in capsys.readouterr().err
+    assert "a single file, and only that, is named x.safetensors" in capsys.readouterr().err
 
 
 def test_verify_says_which_is_damaged(run, capsys):
     path, _ = run
     assert main(["checkpoint", "verify", str(path)]) == 0
-    assert capsys.readouterr().out.count("is whole") == 2
+    assert capsys.readouterr().out.count("is complete") == 2
     file = path / "step-000010" / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
     file.write_bytes(content)
     assert main(["checkpoint", "verify", str(path)]) == 1
     shown = capsys.readouterr().out
-    assert f"{file} is damaged" in shown and "step-000020 is whole: load that one" in shown
+    assert f"{file} is damaged" in shown and "step-000020 is complete: load that one" in shown
     assert main(["checkpoint", "convert", str(file.parent), "--to", str(path / "x.safetensors")]) == 2
     assert "is damaged" in capsys.readouterr().err
 
@@ -111,6 +111,6 @@ def test_verify_says_which_is_damaged(run, capsys):
 def test_what_is_no_checkpoint_is_said(tmp_path, capsys):
     for action in (["inspect"], ["verify"]):
         assert main(["checkpoint", *action, str(tmp_path)]) == 2
-        assert "is no checkpoint, and no folder of them" in capsys.readouterr().err
+        assert "is neither a checkpoint nor a folder of checkpoints" in capsys.readouterr().err
     assert main(["checkpoint", "convert", str(tmp_path / "no"), "--to", str(tmp_path / "x.safetensors")]) == 2
-    assert "is not there" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

@@ -81,12 +81,12 @@ def test_a_single_other_file_is_copied_too(saved, tmp_path):
 
 @pytest.mark.parametrize(("to", "form"), [("x.safetensors", "hf"), ("x", "file"), ("x.safetensors", "checkpoint")])
 def test_a_name_that_does_not_fit_its_form_is_refused(saved, tmp_path, to, form):
-    with pytest.raises(InputError, match="can't be of form"):
+    with pytest.raises(InputError, match="can't have form"):
         convert(saved[1], tmp_path / to, form=form)
 
 
 def test_what_is_not_there_is_named_and_a_folder_of_checkpoints_is_its_latest(saved, tmp_path):
-    with pytest.raises(InputError, match="no is not there"):
+    with pytest.raises(InputError, match="no does not exist"):
         open_source(tmp_path / "no")
     (saved[1].parent / "latest").write_text("a")
     assert open_source(saved[1].parent).keys["up.weight"] == "model/up.weight"

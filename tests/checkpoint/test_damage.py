@@ -50,7 +50,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(saved, name):
                 act(saved)
             assert str(saved / name) in str(caught.value), str(caught.value)
             if name != MANIFEST:
-                assert "step-000001 is whole: load that one" in str(caught.value)
+                assert "step-000001 is complete: load that one" in str(caught.value)
         content[at] ^= 0x04
     (saved / name).write_bytes(content)
     assert not optimizer.state and all(torch.equal(held, before[key]) for key, held in net.state_dict().items())
@@ -61,7 +61,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(saved, name):
 def test_missing_and_short_files_are_named(saved, name):
     content = (saved / name).read_bytes()
     (saved / name).write_bytes(content[:-3])
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged: it has {len(content) - 3} bytes and should have"):
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: it has {len(content) - 3} bytes instead of"):
         verify(saved)
     (saved / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
@@ -70,14 +70,14 @@ def test_missing_and_short_files_are_named(saved, name):
 
 def test_without_a_manifest_it_is_not_whole(saved):
     (saved / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="not a whole one: it has no manifest"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint: it has no manifest"):
         sw.load(saved, *little())
 
 
 def test_if_nothing_else_is_whole_that_is_said(saved):
     for path in (saved, saved.with_name("step-000001")):
         (path / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no other checkpoint beside it is whole"):
+    with pytest.raises(CheckpointError, match="no other checkpoint next to it is complete"):
         sw.load(saved, *little())
 
 
@@ -130,7 +130,7 @@ def test_a_pickle_of_dcp_is_not_even_opened(tmp_path):
     dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     mark = tmp_path / "ran"
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         sw.load(tmp_path / "dcp", net)
     assert not mark.exists()
 
@@ -141,8 +141,8 @@ def test_an_index_that_points_elsewhere_is_refused(saved, tmp_path):
     first = next(iter(held["tensors"].values()))
     for file, start, words in (
         ("../../secret", 0, "outside of its folder"),
-        (None, 10**9, "is cut short"),
-        (None, -8, "short"),
+        (None, 10**9, "is truncated"),
+        (None, -8, "truncated"),
     ):
         first["chunks"][0][2:] = [file or "rank-00000.safetensors", start]
         (saved / "index.json").write_text(json.dumps(held))

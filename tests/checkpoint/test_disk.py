@@ -64,7 +64,7 @@ def test_an_empty_folder_may_be_taken_and_one_with_something_else_may_not(tmp_pa
     folder(tmp_path / "y", mark=False)
     (tmp_path / "z").write_text("a file")
     for name in ("y", "z"):
-        with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
+        with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
             disk.begin(tmp_path / name, "mark")
 
 

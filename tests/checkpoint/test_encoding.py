@@ -72,14 +72,14 @@ def test_tensors_are_kept_aside_under_their_paths():
 
 @pytest.mark.parametrize("value", [object(), lambda: 1, print, Exception("x"), type])
 def test_objects_are_refused_with_their_place(value):
-    with pytest.raises(InputError, match=r"x/a/0 is a .*, which a checkpoint can't hold"):
+    with pytest.raises(InputError, match=r"x/a/0 is a .*, which a checkpoint can't store"):
         encode({"a": [value]}, "x", {})
 
 
 def test_unknown_kinds_and_dtypes_are_refused():
     with pytest.raises(CheckpointError, match="kind 'pickle'"):
         decode({"$": "pickle", "items": []}, {}.__getitem__)
-    with pytest.raises(CheckpointError, match="no dtype"):
+    with pytest.raises(CheckpointError, match="not a dtype"):
         decode({"$": "dtype", "name": "load"}, {}.__getitem__)
 
 

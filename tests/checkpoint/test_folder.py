@@ -30,7 +30,7 @@ def test_names_and_the_pointer(tmp_path):
     assert folder.load(*little()).step == 2
     assert folder.load(*little(), which=1).step == 1
     assert folder.load(*little(), which="step-000001").step == 1
-    with pytest.raises(CheckpointError, match="step-000009 is not there; there are step-000001, step-000002"):
+    with pytest.raises(CheckpointError, match="step-000009 does not exist; there are step-000001, step-000002"):
         folder.load(*little(), which=9)
 
 
@@ -75,10 +75,10 @@ def test_a_start_removes_what_is_half_written(tmp_path):
 def test_what_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(InputError, match="keep_last=0"):
         CheckpointFolder(tmp_path, keep_last=0)
-    with pytest.raises(InputError, match="by which metric"):
+    with pytest.raises(InputError, match="needs a metric"):
         CheckpointFolder(tmp_path, keep_best=1)
     with pytest.raises(InputError, match="mode='most'"):
         CheckpointFolder(tmp_path, mode="most")
     fill(CheckpointFolder(tmp_path), [None])
-    with pytest.raises(InputError, match="by which metric"):
+    with pytest.raises(InputError, match="needs a metric"):
         CheckpointFolder(tmp_path).load(*little(), which="best")

@@ -1,4 +1,4 @@
-"""Where the boxes of a tensor lie: put together again as they were, and refused where they can't be."""
+"""Where the chunks of a tensor lie: put together again as they were, and refused where they can't be."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_index_is_read_as_it_was_written(tmp_path):
     ],
 )
 def test_boxes_that_do_not_make_up_the_tensor_are_refused(boxes):
-    with pytest.raises(ValueError, match="boxes of"):
+    with pytest.raises(ValueError, match="chunks of"):
         IndexEntry(
             spec=Spec(dtype=torch.float32, shape=(4,)),
             chunks=tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes),
@@ -112,7 +112,7 @@ def test_a_box_lies_in_its_file(tmp_path, start, fine):
     if fine:
         assert read_index(tmp_path).files == {"a"}
     else:
-        with pytest.raises(CheckpointError, match="cut short"):
+        with pytest.raises(CheckpointError, match="truncated"):
             read_index(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_a_folder_of_one_file_is_that_file_and_a_folder_without_one_is_refused(t
     ("weight_map", "fault"),
     [
         ({"table": "../one.safetensors"}, "outside of its folder"),
-        ({"table": "one.safetensors", "other": "three.safetensors"}, "not whole: three.safetensors is missing"),
+        ({"table": "one.safetensors", "other": "three.safetensors"}, "incomplete: three.safetensors is missing"),
         ([], "is damaged"),
     ],
 )

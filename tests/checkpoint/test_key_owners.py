@@ -73,5 +73,5 @@ def test_parameters_have_the_order_of_the_model_and_others_come_behind():
 def test_a_parameter_of_another_model_is_named_by_its_shape():
     net, _ = little()
     assert KeyOwners(net).name_of(net.down.bias) == "down.bias"
-    with pytest.raises(InputError, match=r"shape \(3,\) that is not of the model; save its state with extra="):
+    with pytest.raises(InputError, match=r"shape \(3,\) that the model does not have; save its state with extra="):
         KeyOwners(net).name_of(torch.nn.Parameter(torch.ones(3)))

@@ -20,9 +20,11 @@ def test_the_newest_one_beside_it_comes_first_and_the_newest_whole_one_is_named(
     assert [held.name for held in unlisted_files(tmp_path / "a")] == ["c", "d", "b"]
     (tmp_path / "c" / MANIFEST).write_text("{}")
     os.utime(tmp_path / "c" / MANIFEST, (10**9, 10**9))
-    assert damage(tmp_path / "a", ["x is short"]).endswith(f"  - x is short\n{tmp_path / 'd'} is whole: load that one")
+    assert damage(tmp_path / "a", ["x is short"]).endswith(
+        f"  - x is short\n{tmp_path / 'd'} is complete: load that one"
+    )
 
 
 def test_where_none_is_whole_that_is_said(tmp_path):
     sw.save(tmp_path / "a", *little())
-    assert damage(tmp_path / "a", ["x"]).endswith("no other checkpoint beside it is whole")
+    assert damage(tmp_path / "a", ["x"]).endswith("no other checkpoint next to it is complete")

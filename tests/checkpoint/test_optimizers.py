@@ -62,8 +62,8 @@ def test_an_optimizer_of_other_groups_is_refused_with_all_its_faults(tmp_path):
     with pytest.raises(CheckpointError) as error:
         sw.load(tmp_path / "x", net, torch.optim.SGD([{"params": both}, {"params": more}], lr=0.1))
 
-    assert "what is in group 0 was in groups [0, 1] of 2" in str(error.value)
-    assert "group 1 has down.bias, which the saved one did not train" in str(error.value)
+    assert "the parameters of group 0 were in groups [0, 1] of 2" in str(error.value)
+    assert "group 1 has down.bias, which the saved optimizer did not train" in str(error.value)
 
 
 @pytest.mark.parametrize(("empty", "fine"), [(0, True), (1, False), (2, False)])
@@ -77,7 +77,7 @@ def test_a_group_without_parameters_has_its_place_among_the_saved_ones(tmp_path,
         sw.load(tmp_path / "x", net, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.1
     else:
-        with pytest.raises(CheckpointError, match=r"what is in group 1 was in groups \[1\] of 1"):
+        with pytest.raises(CheckpointError, match=r"the parameters of group 1 were in groups \[1\] of 1"):
             sw.load(tmp_path / "x", net, optimizer)
 
 
@@ -93,7 +93,7 @@ def said(state: list[str], *groups: list[str]) -> dict:
 def test_stages_with_other_numbers_of_groups_are_refused():
     census = KeyOwners(little()[0])
     for one, other in ((["up.weight"], []), ([], ["up.weight"])):
-        with pytest.raises(CheckpointError, match=r"with \d and \d param groups; make the optimizer before"):
+        with pytest.raises(CheckpointError, match=r"with \d and \d param groups; create the optimizer before"):
             merge_optimizers([said([], one), said([], other, [])], census)
 
 

@@ -15,6 +15,6 @@ from .little import little
 
 def test_a_folder_that_this_rank_does_not_see_is_named(tmp_path):
     unseen = mock.patch.object(disk, "begin", return_value=tmp_path / "of another machine")
-    with unseen, pytest.raises(CheckpointError, match=r"is not there, .*save where all ranks see the same"):
+    with unseen, pytest.raises(CheckpointError, match=r"is missing here: .*all ranks share"):
         sw.save(tmp_path / "x", *little())
     sw.save(tmp_path / "x", *little())

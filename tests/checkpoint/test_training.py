@@ -330,14 +330,14 @@ def test_an_optimizer_of_other_groups_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)does not fit the saved one \(AdamW\).*norm.weight"):
         sw.load(tmp_path / "x", net, optimizer)
     joined = torch.optim.AdamW([*net.up.parameters(), *net.down.parameters()])
-    with pytest.raises(CheckpointError, match=r"what is in group 0 was in groups \[0, 1\] of 2"):
+    with pytest.raises(CheckpointError, match=r"the parameters of group 0 were in groups \[0, 1\] of 2"):
         sw.load(tmp_path / "x", net, joined)
 
 
 def test_a_place_that_is_taken_is_not_overwritten(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
         sw.save(tmp_path / "x", little()[0])
     assert (tmp_path / "x" / "thesis.txt").exists()
 
@@ -346,6 +346,6 @@ def test_what_can_not_be_saved_is_named(tmp_path):
     net, optimizer = little()
     with pytest.raises(InputError, match="extra/it is a object"):
         sw.save(tmp_path / "x", net, optimizer, extra={"it": object()})
-    with pytest.raises(InputError, match="that is not of the model"):
+    with pytest.raises(InputError, match="that the model does not have"):
         sw.save(tmp_path / "x", net, torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
     assert list(tmp_path.iterdir()) == []

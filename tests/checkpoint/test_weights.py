@@ -220,7 +220,7 @@ def test_what_is_not_there_is_said(tmp_path):
         load_weights(tmp_path, little()[0])
     save_weights(tmp_path / "hf", little()[0], shard_size=300)
     (tmp_path / "hf" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"is not whole: model-00002-of-00003.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"is incomplete: model-00002-of-00003.safetensors is missing"):
         load_weights(tmp_path / "hf", little()[0])
     with pytest.raises(InputError, match="tied='twice'"):
         save_weights(tmp_path / "y", little()[0], tied="twice")

@@ -94,10 +94,10 @@ def test_shares_are_cut_as_torch_chunks(total, ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch": 6, "ranks": 4}, "batch=6 does not divide by the 4 groups that share it; take 8"),
+        ({"batch": 6, "ranks": 4}, "batch=6 does not divide by the 4 replicas that share it; use 8"),
         ({"batch": 4, "ranks": 2, "rank": 2}, "rank=2 of ranks=2"),
-        ({"batch": 0}, "at least one row"),
-        ({"batch": 2, "last": "kept"}, "it is one of keep, drop, pad, whole"),
+        ({"batch": 0}, "at least one sample"),
+        ({"batch": 2, "last": "kept"}, "must be one of keep, drop, pad, whole"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(options, words):
@@ -107,9 +107,9 @@ def test_numbers_that_make_no_sense_are_refused(options, words):
 
 def test_a_place_in_another_order_is_refused():
     state = ReplicaBatchSampler(10, 2, shuffle=True, seed=4).state_dict()
-    with pytest.raises(InputError, match=r"size=10, and here is size=11"):
+    with pytest.raises(InputError, match=r"size=10, but here size=11"):
         ReplicaBatchSampler(11, 2, shuffle=True).load_state_dict(state)
-    with pytest.raises(InputError, match=r"shuffle=True, and here is shuffle=False"):
+    with pytest.raises(InputError, match=r"shuffle=True, but here shuffle=False"):
         ReplicaBatchSampler(10, 2).load_state_dict(state)
     other = ReplicaBatchSampler(10, 2, shuffle=True, seed=5)
     other.load_state_dict(state)

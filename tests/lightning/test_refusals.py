@@ -17,7 +17,7 @@ from .modules import Counts, Epochs, Judged, Net, Numbers, Remembers, ours, quie
         (Numbers, "training_step uses batch_idx"),
         (Remembers, "training_step sets self._seen"),
         (Counts, "training_step sets self.counts"),
-        (Judged, "a step uses the answer of a metric"),
+        (Judged, "a step uses the result of a metric"),
     ],
 )
 def test_what_a_program_would_have_fixed_is_named(make, said):
@@ -44,7 +44,7 @@ class Dicts(Net):
 
 
 def test_precision_is_said_once():
-    with quiet(), pytest.raises(InputError, match="precision is said twice"):
+    with quiet(), pytest.raises(InputError, match="precision is set twice"):
         trainer(ShardwrightStrategy("single", precision="bf16"), 1, precision="bf16-mixed").fit(Net(), rows())
 
 
@@ -52,7 +52,7 @@ def test_a_module_with_pieces_for_one_plan_is_not_fitted_under_another(tmp_path)
     with quiet():
         net = Net().double()
         ours("single", 1, max_epochs=1).fit(net, rows())
-        with pytest.raises(InputError, match=r"compiled with plan='single' .* make a new one"):
+        with pytest.raises(InputError, match=r"compiled with plan='single' .* create a new one"):
             ours("dp=1", 1).fit(net, rows())
 
 

@@ -104,7 +104,7 @@ class Pool:
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = (False, (None, f"rank {rank} died without a word"))
+                    answers[rank] = (False, (None, f"rank {rank} died without an error"))
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers

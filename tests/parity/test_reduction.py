@@ -129,7 +129,7 @@ def test_what_is_refused():
         on_groups(plain, "pp=2,dp=2")
     with pytest.raises(InputError, match=r"model\.counted"):
         on_groups(plain, reduction="token")
-    with pytest.raises(InputError, match='counted with reduction="token"'):
+    with pytest.raises(InputError, match='needs reduction="token"'):
         on_groups(lambda model, x, labels: model.counted(3))
 
 

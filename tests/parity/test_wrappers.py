@@ -233,7 +233,7 @@ IN = {
     "already compiled": (lambda folder: compiled(folder), "compiled already; pass the original"),
     "a part compiled": (lambda folder: Outer(compiled(folder)), "inner is compiled already"),
     "DataParallel": (lambda folder: DataParallel(net()), "is a DataParallel.*pass the module inside"),
-    "scripted": (lambda folder: torch.jit.script(net()), "torch.jit made it"),
+    "scripted": (lambda folder: torch.jit.script(net()), "it comes from torch.jit"),
     "a part of torch.compile": (
         lambda folder: Outer(torch.compile(net(), backend="eager")),
         r"inner is a Opti.*\.compile\(\)",

@@ -160,8 +160,8 @@ def test_differences_and_explanations_say_what_is_recomputed():
     none, some, every = (plan_of(graph, "dp=2", *(f"blocks.{at}" for at in range(count))) for count in (0, 2, 4))
 
     rows = [(row.what, row.name, row.a, row.b) for row in diff(none, every).rows]
-    assert rows == [("train, backward", "blocks.*", "kept", "recomputed")]
+    assert rows == [("train, backward", "blocks.*", "saved", "recomputed")]
     assert [row.name for row in diff(some, every).rows] == ["blocks.2", "blocks.3"]
-    assert "run again in backward (train): blocks.*" in str(sw.explain(every))
-    assert "run again in backward (train): blocks.0, blocks.1" in str(sw.explain(some))
-    assert "run again" not in str(sw.explain(none))
+    assert "recomputed in backward (train): blocks.*" in str(sw.explain(every))
+    assert "recomputed in backward (train): blocks.0, blocks.1" in str(sw.explain(some))
+    assert "recomputed" not in str(sw.explain(none))

@@ -71,7 +71,7 @@ def test_an_axis_is_longer_if_that_is_the_only_way():
     uses = [Shared(atoms[8], (("tp", 2), ("dp", 8))), Shared(atoms[8], (("dp", 8),))]
     tried = list(small_axes(analysis, uses, {"dp": 8, "tp": 2}, 1))
 
-    with pytest.raises(PlanError, match="shares a size of 8 over"):
+    with pytest.raises(PlanError, match="shards a size of 8 over"):
         choose_sizes(analysis, uses, tried[0])
     fitting = next(few for few in tried if _fits(analysis, uses, few))
     assert fitting["dp"] == 4

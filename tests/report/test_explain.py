@@ -26,14 +26,14 @@ def test_the_plan_alone_says_how_ops_are_split(gpt):
 
     assert "mesh dp=2 x tp=2: 4 devices" in text
     assert lines_with(text, "layer_norm", "blocks.*.ln1, blocks.*.ln2, ln", "5")
-    assert "what a training step sends" not in text
+    assert "collectives of a training step" not in text
 
 
 def test_the_plan_alone_says_what_zero_splits(gpt):
     module, example, _ = gpt
     text = str(explain(make_plan(module, example=example, plan="zero3=2"), full=True))
 
-    assert lines_with(text, "blocks.*.attn.qkv.weight", "all of it over dp")
+    assert lines_with(text, "blocks.*.attn.qkv.weight", "parameter, gradient and optimizer state over dp")
 
 
 def test_with_the_graph_it_says_what_a_rank_holds(gpt):
@@ -49,7 +49,7 @@ def test_memory_falls_with_the_level_of_zero(gpt):
     kept = {}
     for plan in ("dp=4", "zero1=4", "zero2=4", "zero3=4"):
         text = str(explain(make_plan(module, example=example, plan=plan), graph))
-        (line,) = lines_with(text, "a rank keeps")
+        (line,) = lines_with(text, "a rank stores")
         kept[plan] = line
 
     assert len(set(kept.values())) == 4

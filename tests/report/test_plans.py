@@ -30,7 +30,7 @@ def test_a_plan_does_not_differ_from_its_file(plans, tmp_path):
     read = read_plan(tmp_path / "plan.json")
 
     assert not diff(plans["tp=2"], read)
-    assert str(diff(plans["tp=2"], read)) == "the plans decide the same"
+    assert str(diff(plans["tp=2"], read)) == "the plans make the same decisions"
     assert "blocks.*.attn.qkv" in str(explain(read, full=True))
 
 
@@ -48,7 +48,7 @@ def test_one_op_that_is_split_otherwise_is_named(plans):
     changed = with_choice(plans["tp=2"], "blocks.1.up / linear", {})
     (row,) = diff(plans["tp=2"], changed).rows
 
-    assert (row.what, row.name, row.a, row.b) == ("train", "blocks.1.up / linear", "tp: n", "whole")
+    assert (row.what, row.name, row.a, row.b) == ("train", "blocks.1.up / linear", "tp: n", "replicated")
 
 
 def test_ops_that_differ_alike_are_said_with_a_star(plans):
@@ -57,7 +57,7 @@ def test_ops_that_differ_alike_are_said_with_a_star(plans):
 
     assert said["mesh", ""] == ("tp=2", "dp=2")
     assert said["train", "blocks.*.down / linear"] == ("tp: k", "dp: ma")
-    assert said["storage", "wte.weight"] == ("whole", "ZeRO-2 over dp")
+    assert said["storage", "wte.weight"] == ("replicated", "ZeRO-2 over dp")
     assert "ZeRO-2 over dp" in str(found)
 
 
@@ -65,7 +65,7 @@ def test_what_two_plans_cost_is_compared(plans):
     found = {total.what: (total.a, total.b) for total in diff(plans["tp=2"], plans["zero2=2"]).totals}
     said = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
 
-    assert found["a step"] == tuple(one["seconds"] for one in said)
+    assert found["step time"] == tuple(one["seconds"] for one in said)
     assert found["blocking communication"] == tuple(one["waited"] for one in said)
     assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in said)
     assert not diff(plans["tp=2"], dataclasses.replace(plans["zero2=2"], predicted={})).totals
@@ -101,7 +101,7 @@ def test_recomputing_is_a_part(plans):
     graph = capture(copy_to_meta(module), args, kwargs).graph
     again = make_plan(module, example=(args, kwargs), plan="tp=2,recompute")
     (part,) = diff(plans["tp=2"], again, graph).parts
-    assert part.name == "what is recomputed"
+    assert part.name == "recomputation"
     assert part.seconds > 0 > part.memory
 
 

@@ -41,12 +41,12 @@ def test_the_file_alone_shows_the_same(auto, tmp_path):
 
 def test_what_it_is_for_is_said(auto):
     line_with(auto, "8 devices of 2x4xA100-80GB; batch 8, adamw, in bf16-mixed")
-    line_with(auto, "of the 10.0 GiB that may be used")
+    line_with(auto, "of the limit of 10.0 GiB")
 
 
 def test_the_numbers_are_those_of_the_file(auto):
     said = auto.predicted["train"]
-    line_with(auto, f"a step takes {format_time(said['seconds'])}; nothing of all that was searched takes less than")
+    line_with(auto, f"predicted step time {format_time(said['seconds'])}; nothing in the search space takes less than")
     line_with(auto, f"compute {format_time(said['compute'])} (")
     line_with(auto, f"blocking communication {format_time(said['waited'])} (")
     for op in said["ops"]:
@@ -70,8 +70,8 @@ def test_links_are_named(auto):
         ({"outcome": "bounded", "seconds": None, "bound": 0.998}, "4 x 2 is at most 0.2 % faster"),
         ({"outcome": "bounded", "seconds": None, "bound": 0.9999}, "4 x 2 is as fast at best"),
         ({"outcome": "does not fit", "seconds": None, "bound": 1.0, "memory": 2**34}, "4 x 2 does not fit (16.0 GiB"),
-        ({"outcome": "does not fit", "seconds": None, "bound": None}, "4 x 2 was not made to fit"),
-        ({"outcome": "not solved", "seconds": None, "bound": 0.9}, "for lack of time (at most 10 % faster)"),
+        ({"outcome": "does not fit", "seconds": None, "bound": None}, "4 x 2 has no plan that fits"),
+        ({"outcome": "not solved", "seconds": None, "bound": 0.9}, "within the time limit (at most 10 % faster)"),
     ],
 )
 def test_other_meshes_and_why_they_lost(auto, mesh, words):
@@ -80,7 +80,7 @@ def test_other_meshes_and_why_they_lost(auto, mesh, words):
 
 
 def test_a_search_that_was_stopped_says_so(auto):
-    line_with(changed(auto, stopped=True), "the search was stopped before its end: there may be better plans")
+    line_with(changed(auto, stopped=True), "the search was stopped early: there may be better plans")
 
 
 def test_a_plan_that_does_not_fit_says_so(auto):
@@ -91,20 +91,20 @@ def test_equal_notes_of_layers_are_one_and_many_are_cut(auto):
     notes = [f"blocks.{layer}.odd / op (x) has no rule and runs whole on every device" for layer in range(12)]
     plan = dataclasses.replace(auto, notes=(*notes, *(f"note {'abcdefgh'[at]}" for at in range(8))))
     line_with(plan, "blocks.*.odd / op (x) has no rule and runs whole on every device (12 times)")
-    line_with(plan, "and 3 more, which explain(plan, full=True) shows")
+    line_with(plan, "and 3 more: see explain(plan, full=True)")
     assert "note h" in str(explain(plan, full=True))
 
 
 def test_a_plan_without_a_prediction_shows_its_decisions(auto):
     text = str(explain(dataclasses.replace(auto, predicted={})))
     assert "how ops are split" in text
-    assert "a step takes" not in text
+    assert "predicted step time" not in text
 
 
 def test_one_device_sends_nothing():
     module, args, kwargs = ZOO["gpt"]()
     plan = make_plan(module, example=(args, kwargs), cluster="cpu", plan="single")
-    line_with(plan, "hidden none memory")
+    line_with(plan, "hidden none predicted memory")
     assert json.loads(plan.to_json())["predicted"]["train"]["sent"] == []
 
 

@@ -141,7 +141,7 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
             try:
                 fine, result = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise RankFailed(f"rank {rank} of {len(connections)} died without a word") from None
+                raise RankFailed(f"rank {rank} of {len(connections)} died without an error") from None
             if not fine:
                 error, text = result
                 if error is None:

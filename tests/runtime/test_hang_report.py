@@ -40,7 +40,7 @@ def test_where_ranks_part_is_said_even_if_their_counts_agree():
     second = one(entered(4, 10), entered(5, 30), entered(6, 40))
     text = explain({0: first, 1: second}, 2, 9)
     assert (
-        "they don't do the same: rank 0 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:20"
+        "they are desynchronized: rank 0 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:20"
         in text
     )
     assert "but rank 1 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:30" in text
@@ -66,7 +66,7 @@ def test_a_rank_that_gives_no_answer_is_named():
 
 def test_what_is_none_of_ours_is_said_by_places():
     text = explain({0: one(entered(4, 10)), 1: copy.deepcopy(one(entered(4, 10), waiting=False))}, 2, 9)
-    assert "in nothing that a compiled model does" in text
+    assert "outside of the compiled model" in text
     assert "rank 0 waits at /x/train.py:1" in text and "rank 1 is busy at" in text
 
 
@@ -124,7 +124,7 @@ def test_of_two_that_wait_for_messages_the_one_is_named_whose_giver_is_busy():
 
 def test_messages_are_no_collectives_that_a_rank_has_not_entered():
     said = {rank: {**stage(rank, rank + 3), "awaits": None, "entered": [entered(1, 2, "message")]} for rank in (0, 1)}
-    assert "in nothing that a compiled model does" in explain(said, 2, 9)
+    assert "outside of the compiled model" in explain(said, 2, 9)
 
 
 def test_where_a_rank_is_alone_behind_those_before_it_are_named():

@@ -75,8 +75,8 @@ def test_checks_of_a_good_run_change_nothing(tmp_path):
 def test_settings_that_make_no_sense():
     for make, words in (
         (lambda: NonFinite("shout"), 'use "raise" or "warn"'),
-        (lambda: NonFinite(every=0), "1 or more"),
-        (lambda: CheckReplicas(every=0), "1 or more"),
+        (lambda: NonFinite(every=0), "at least 1 step"),
+        (lambda: CheckReplicas(every=0), "at least 1 step"),
         (lambda: StopOnSignal(["SIGNOTHING"]).on_train_start(None), "SIGNOTHING: not a signal"),
     ):
         with pytest.raises(InputError, match=words):

@@ -20,9 +20,9 @@ def test_the_first_pattern_that_fits_decides():
 
 
 def test_a_pattern_that_fits_nothing_is_refused():
-    with pytest.raises(InputError, match=r"'dwn.weight' fits no parameter; there is 'down.weight'"):
+    with pytest.raises(InputError, match=r"'dwn.weight' matches no parameter; did you mean 'down.weight'"):
         grouped(net(), [{"match": "dwn.weight"}])
-    with pytest.raises(InputError, match=r"parameter_groups\[0\] says which names"):
+    with pytest.raises(InputError, match=r"parameter_groups\[0\] needs a pattern"):
         grouped(net(), [{"weight_decay": 0.0}])
 
 

@@ -27,14 +27,14 @@ def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
 
 def test_a_folder_with_a_run_is_not_written_to(tmp_path):
     trainer(tmp_path, max_steps=1).fit()
-    with pytest.raises(InputError, match=r'holds a run that has ended: at step 1; go on from it with resume="last"'):
+    with pytest.raises(InputError, match=r'contains a run that has ended: at step 1; resume it with resume="last"'):
         trainer(tmp_path, max_steps=1, plan="no plan at all").fit()  # before anything is compiled
 
 
 def test_a_folder_whose_run_was_killed_before_it_was_saved_is_not_written_to(tmp_path):
     RunFolder(tmp_path / "run").begin()
     RunFolder(tmp_path / "run").write_config("seed: 1\n", 0)
-    with pytest.raises(InputError, match="no checkpoint to go on from"):
+    with pytest.raises(InputError, match="no checkpoint to resume from"):
         trainer(tmp_path, max_steps=1).fit()
 
 
@@ -51,7 +51,7 @@ def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):
         made = trainer(tmp_path / str(number), max_steps=3, resume=tmp_path / path)
         made.fit()
         assert list(losses(made)) == [3]
-    with pytest.raises(CheckpointError, match=r'there is no checkpoint; give "last", "best", or the path'):
+    with pytest.raises(CheckpointError, match=r'there is no such checkpoint; pass "last", "best", or the path'):
         trainer(tmp_path / "b", max_steps=3, resume=tmp_path / "nowhere").fit()
 
 

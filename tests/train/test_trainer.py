@@ -224,9 +224,7 @@ def test_early_stopping_ends_a_run_that_no_longer_gets_better(tmp_path):
     made = trainer(tmp_path, max_steps=20, val_data=rows(4), val_every=1, callbacks=[Worse(), stopping])
     made.fit()
     assert made.progress.step == 3
-    assert (
-        "stopped: val_loss has not become better than 1.0 in 2 validations" in (tmp_path / "run/finished").read_text()
-    )
+    assert "stopped: val_loss has not improved on 1.0 in 2 validations" in (tmp_path / "run/finished").read_text()
     again = EarlyStopping(patience=2)
     trainer(tmp_path, max_steps=4, val_data=rows(4), callbacks=[Worse(), again], resume="last").fit()
     assert (again.best, again.waited) == (1.0, 3)
@@ -296,7 +294,7 @@ def test_compiled_alone_a_model_is_captured_once(tmp_path):
 
 
 def test_compiled_alone_a_run_is_refused_for_what_it_would_be_refused_for(tmp_path):
-    with pytest.raises(InputError, match=r"'\*\.weigth' fits no parameter"):
+    with pytest.raises(InputError, match=r"'\*\.weigth' matches no parameter"):
         trainer(tmp_path, max_steps=1, plan="dp=2", parameter_groups=[{"match": "*.weigth", "lr": 0.1}]).compile()
     with pytest.raises(InputError, match='microbatch_semantics="local" is compiled by the ranks'):
         trainer(tmp_path, max_steps=1, plan="pp=2", microbatches=2, microbatch_semantics="local").compile()
@@ -311,22 +309,22 @@ def test_the_original_is_let_go_when_it_is_compiled(tmp_path):
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(InputError, match="batch_size=8 is not made of whole calls with micro_batch_size=3"):
+    with pytest.raises(InputError, match="batch_size=8 is not a multiple of the call size with micro_batch_size=3"):
         trainer(tmp_path, micro_batch_size=3)
-    with pytest.raises(InputError, match="say how many rows"):
+    with pytest.raises(InputError, match="set the global batch size"):
         trainer(tmp_path, batch_size=None)
     with pytest.raises(InputError, match=r"(?s)max_steps=0.*clip_norm=-1"):
         trainer(tmp_path, max_steps=0, clip_norm=-1.0)
     with pytest.raises(InputError, match=r"(?s)reduction='tokens' is not known; use .*\"token\""):
         trainer(tmp_path, reduction="tokens")
-    with pytest.raises(InputError, match="gives batches already"):
+    with pytest.raises(InputError, match="yields batches already"):
         trainer(tmp_path, train_data=DataLoader(rows(), 4))
     with pytest.raises(InputError, match="is empty"):
         trainer(tmp_path, train_data=[]).fit()
 
 
 def test_a_model_without_a_loss_is_told_what_to_do(tmp_path):
-    with pytest.raises(InputError, match=r"gives back .*no loss.*loss=torch.nn.functional"):
+    with pytest.raises(InputError, match=r"returns .*no loss.*loss=torch.nn.functional"):
         trainer(tmp_path, train_data=[x for x, _ in rows()], outputs="all").fit()
 
 

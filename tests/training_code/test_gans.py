@@ -158,5 +158,5 @@ def test_wgan_gp(plan: str) -> None:
 
 
 def test_a_penalty_on_gradients_does_not_pass_through_a_pipeline() -> None:
-    words = "gradients of gradients do not pass through its schedule", "use a plan without pp"
+    words = "double backward is not supported by its schedule", "use a plan without pp"
     check_refused(wgan_gp, "pp=2", InputError, *words, microbatches=1)

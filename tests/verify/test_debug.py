@@ -144,5 +144,5 @@ def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
 def test_pipelines_are_not_followed_op_by_op():
     module, args, kwargs = ZOO["mlp"]()
 
-    with pytest.raises(InputError, match="pp=2 runs by a schedule, and only plans without stages"):
+    with pytest.raises(InputError, match="pp=2 runs by a schedule; only plans without stages"):
         first_difference(module, "pp=2", example=(args, kwargs))

@@ -1,7 +1,8 @@
-"""Checkpoints: saved under one plan, loaded under another; and ordinary weights in safetensors files.
+"""Checkpoints: saved under one plan, loaded under another; and plain weights in safetensors files.
 
-A checkpoint is a folder. Its tensors are in files of the safetensors format, all else is JSON, and
-a manifest with a digest of every file is written last. See docs/checkpoints.md.
+A checkpoint is a folder: tensors in safetensors files, everything else in JSON, and a manifest with
+a digest of every file, written last. Read `training.py` (what is saved), `saving.py`, `loading.py`, then `index.py`
+and `tensorfile.py` (the format), `folder.py` (many checkpoints) and `weights.py` (export). See docs/checkpoints.md.
 """
 
 from .convert import checkpoint_at, convert

@@ -1,6 +1,6 @@
-"""Checkpoints and ordinary weights turned into each other, without a model and on one process.
+"""Convert between checkpoints and plain weights, without a model and on one process.
 
-One tensor at a time is in memory. A checkpoint that is made of weights has the model alone.
+Only one tensor at a time is in memory. A checkpoint made from weights contains the model alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Form = Literal["file", "hf", "checkpoint"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Weights by their original keys, wherever they lie."""
+    """Weights by their original keys, in any format."""
 
     index: Index
     keys: Mapping[str, str]  # in the index
@@ -48,7 +48,7 @@ class WeightSource:
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """The checkpoint that a path stands for: itself, or the latest of a folder of them."""
+    """The checkpoint at a path: itself, or the latest in a folder of checkpoints."""
     return disk.find_folder(path, MANIFEST) or (latest_in(path) if path.is_dir() else None)
 
 
@@ -57,7 +57,7 @@ def open_source(path: Path) -> WeightSource:
     folder = checkpoint_at(path)
     if folder is None:
         if not path.exists():
-            raise InputError(f"{path} is not there")
+            raise InputError(f"{path} does not exist")
         index, tied = index_of_weights(path)
         return WeightSource(index=index, keys={key: key for key in index.entries}, tied=tied)
     verify(folder)
@@ -70,18 +70,18 @@ def convert(
     path: str | Path, to: str | Path, *, form: Form | None = None, dtype: torch.dtype | None = None,
     shard_size: int = SHARD, config: str | Path | None = None,
 ) -> Form:  # fmt: skip
-    """Write the weights of a checkpoint as a safetensors file or a folder of Hugging Face, or the other way round.
+    """Write the weights of a checkpoint as a safetensors file or a Hugging Face folder, or the reverse.
 
-    form    "file", "hf" or "checkpoint"; without it a name that ends with .safetensors is a file, a checkpoint
-            becomes a folder of Hugging Face, and weights become a checkpoint
-    config  a folder of Hugging Face whose other files (config, tokenizer) are copied
+    form    "file", "hf" or "checkpoint"; default: a name ending with .safetensors is a file, a checkpoint
+            becomes a Hugging Face folder, and weights become a checkpoint
+    config  a Hugging Face folder whose other files (config, tokenizer) are copied
     """
     source, target = open_source(Path(path)), Path(to)
     if form is None:
         form = "hf" if checkpoint_at(Path(path)) is not None else "checkpoint"
         form = "file" if target.suffix == ".safetensors" else form
     if (form == "file") != (target.suffix == ".safetensors"):
-        raise InputError(f"{target} can't be of form {form!r}: one file, and only that, is named x.safetensors")
+        raise InputError(f"{target} can't have form {form!r}: a single file, and only that, is named x.safetensors")
     mapped, specs = MappedFiles(), source.specs(dtype)
 
     def get(key: str) -> Tensor:

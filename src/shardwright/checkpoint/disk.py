@@ -1,11 +1,11 @@
-"""Files written so that a crash at any moment leaves what was there before.
+"""Crash-safe files: a crash at any moment leaves what was there before.
 
-Whatever is to have a name is first written beside it, brought to the disk, and moved there.
-A folder that is taken away is first moved, so that nothing takes a half removed one for whole:
+A file or folder is first written under a temporary name, synced to disk, then renamed. A folder is
+renamed before it is removed, so that a half-removed one is never taken for complete:
 
     step-000100.part    being written
-    step-000100         whole
-    step-000100.old     replaced by another of the same name, or on its way out
+    step-000100         complete
+    step-000100.old     replaced by another of the same name, or being removed
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PART, OLD = ".part", ".old"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """How long a file is, and the blake2b of its bytes."""
+    """The size of a file and the blake2b of its bytes."""
 
     size: int
     blake2b: str
 
 
 class AtomicFile:
-    """A new file that is digested as it is written. It is on the disk when the context ends."""
+    """A new file that is digested as it is written, and synced to disk when the context ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,14 +72,14 @@ def write_text(path: Path, text: str) -> Digest:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a text in the place of another: readers see one or the other."""
+    """Replace a text atomically: readers see the old or the new one."""
     draft = path.with_name(path.name + PART)
     write_text(draft, text)
     move(draft, path)
 
 
 def digest_of(path: Path) -> Digest:
-    """The digest of a file that is there."""
+    """The digest of an existing file."""
     hasher, size = hashlib.blake2b(digest_size=32), 0
     with path.open("rb") as file:
         while part := file.read(CHUNK):
@@ -89,7 +89,7 @@ def digest_of(path: Path) -> Digest:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -103,7 +103,7 @@ def move(old: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Take a folder away; from the first moment on it does not have its name."""
+    """Remove a folder; it loses its name first."""
     away = path if path.suffix in (PART, OLD) else path.with_name(path.name + OLD)
     if away != path:
         shutil.rmtree(away, ignore_errors=True)
@@ -111,23 +111,23 @@ def remove(path: Path) -> None:
     shutil.rmtree(away)
 
 
-# -- a folder that gets its name when it is whole ---------------------------------------------
+# -- a folder that gets its name when it is complete ------------------------------------------
 
 
 def find_folder(path: Path, mark: str) -> Path | None:
-    """The whole folder that a name stands for: a crash between two moves may have left it beside its name.
+    """The complete folder of a name: a crash between two renames may have left it under its temporary name.
 
-    A folder is whole if it has the file `mark`.
+    A folder is complete if it has the file `mark`.
     """
     candidates = (path, path.with_name(path.name + PART), path.with_name(path.name + OLD))
     return next((folder for folder in candidates if (folder / mark).is_file()), None)
 
 
 def begin(path: Path, mark: str) -> Path:
-    """An empty folder to write in, for what is to be named `path`."""
+    """An empty folder to write to, renamed to `path` in the end."""
     builder = path.with_name(path.name + PART)
     if path.exists() and not (path / mark).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} is there and is no checkpoint; take another name, or remove it")
+        raise CheckpointError(f"{path} exists and is not a checkpoint; use another name, or remove it")
     complete = find_folder(path, mark)
     if complete is not None and complete != path:
         if path.exists():
@@ -139,7 +139,7 @@ def begin(path: Path, mark: str) -> Path:
 
 
 def finish(path: Path) -> None:
-    """Give a whole draft its name, in the place of what had it."""
+    """Rename a complete draft, replacing what had its name."""
     builder, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
     sync_folder(builder)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Nested Python values as JSON, with their tensors aside.
+"""Nested Python values as JSON, with their tensors stored separately.
 
-Numbers, strings, None, lists and dicts with string keys are themselves. What JSON has no word
-for is written as {"$": kind, ...}: tuples, other dicts, sets, bytes, numbers such as nan, dtypes,
-tensors (by the key they are kept under). Anything else is refused: to bring back an object of
-an unknown class would be to run its code.
+Numbers, strings, None, lists and dicts with string keys are written as they are. What JSON lacks
+becomes {"$": kind, ...}: tuples, other dicts, sets, bytes, numbers such as nan, dtypes, tensors
+(by their keys). Anything else is refused: restoring an object of an unknown class would run its
+code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CheckpointError, InputError
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; its tensors are put in `tensors`. `path` says where it is, for keys and errors."""
+    """A value as JSON; its tensors go to `tensors`. `path` is its position, for keys and errors."""
     if isinstance(value, Tensor):
         return {"$": "tensor", "key": _keep(value, path, tensors)}
     if isinstance(value, numpy.ndarray):
@@ -53,8 +53,8 @@ def _encode_single(value: Any, path: str) -> Any:
     if isinstance(value, torch.device):
         return {"$": "device", "name": str(value)}
     raise InputError(
-        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: numbers, strings, lists, dicts and "
-        "tensors can be brought back without running code; give its state_dict() instead"
+        f"{path} is a {type(value).__name__}, which a checkpoint can't store: only numbers, strings, lists, dicts and "
+        "tensors load without running code; pass its state_dict() instead"
     )
 
 
@@ -75,14 +75,14 @@ def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 def keys_of(encoded: Any) -> list[str]:
-    """The keys of the tensors that an encoded value has."""
+    """The keys of the tensors in an encoded value."""
     keys: list[str] = []
     decode(encoded, lambda key: keys.append(key) or torch.empty(0))  # type: ignore[func-returns-value]
     return keys
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that was encoded; `tensor` finds a tensor by its key."""
+    """Decode a value; `tensor` looks a tensor up by its key."""
     if isinstance(encoded, list):
         return [decode(item, tensor) for item in encoded]
     if not isinstance(encoded, dict):
@@ -100,13 +100,13 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
         return _SINGLE[kind](encoded)
     if kind in _SEVERAL:
         return _SEVERAL[kind](decode(item, tensor) for item in encoded["items"])
-    raise CheckpointError(f"a checkpoint has a value of kind {kind!r}, which this version does not know")
+    raise CheckpointError(f"a checkpoint has a value of kind {kind!r}, unknown to this version")
 
 
 def _dtype(encoded: Mapping[str, Any]) -> torch.dtype:
     dtype = getattr(torch, encoded["name"], None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{encoded['name']!r} is no dtype")
+        raise CheckpointError(f"{encoded['name']!r} is not a dtype")
     return dtype
 
 

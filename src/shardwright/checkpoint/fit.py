@@ -1,4 +1,4 @@
-"""Whether what is in files fits a model: which saved key each of its tensors is read from."""
+"""Match saved tensors to a model: which saved key each of its tensors is read from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def fit(
 ) -> dict[str, str]:  # fmt: skip
     """For each tensor of the model its key in the index, both with `prefix`. All faults are raised at once.
 
-    A tied weight may be saved under any of its keys, or under one that `tied` leads to. Other shapes never fit;
-    missing and unexpected keys are faults if it is `strict`. Only keys that begin with `under` are looked for.
+    A tied weight may be saved under any of its keys, or under one that `tied` maps to. Shapes must match;
+    missing and unexpected keys are faults if `strict`. Only keys that start with `under` are matched.
     """
     known = {
         key.removeprefix(prefix): entry.spec.shape for key, entry in index.entries.items() if key.startswith(prefix)

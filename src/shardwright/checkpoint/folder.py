@@ -1,13 +1,13 @@
-"""A folder of checkpoints of one run, with the newest pointed at, and the old ones taken away.
+"""The checkpoints of one run in a folder, with a pointer to the newest; old ones are removed.
 
     run/
       step-000100/
       step-000200/
-      latest            the name of the newest that is whole
+      latest            the name of the newest complete one
       step-000300.part  being written, or left by a crash: removed at the next start
 
-The pointer moves when a checkpoint is whole, and only then are old ones removed, so that at every moment it
-points at one that can be loaded. One run at a time may write to a folder.
+The pointer moves when a checkpoint is complete, and only then are old ones removed, so that it always
+points to one that can be loaded. Only one run at a time may write to a folder.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ LATEST = "latest"
 
 
 class CheckpointFolder:
-    """Checkpoints of a run, by their steps. All ranks make it, and call `save`, `load` and `wait` together."""
+    """The checkpoints of a run, by step. All ranks build it, and call `save`, `load` and `wait` together."""
 
     def __init__(
         self, path: str | Path, *, keep_last: int | None = None, keep_best: int = 0, metric: str | None = None,
         mode: Literal["min", "max"] = "min",
     ) -> None:  # fmt: skip
-        """Keep all, or the last few and those that are best by a metric; `mode` says which is better."""
+        """Keep all, or the last few and the best by a metric; `mode` is "min" or "max"."""
         if keep_last is not None and keep_last < 1:
-            raise InputError(f"keep_last={keep_last} keeps nothing to go on from; use 1 or more, or None for all")
+            raise InputError(f"keep_last={keep_last} leaves nothing to resume from; use 1 or more, or None for all")
         if keep_best and metric is None:
-            raise InputError(f"keep_best={keep_best} needs to know by which metric: metric='loss'")
+            raise InputError(f"keep_best={keep_best} needs a metric: metric='loss'")
         if mode not in ("min", "max"):
-            raise InputError(f'mode={mode!r} is not known; use "min" or "max"')
+            raise InputError(f'mode={mode!r} is unknown; use "min" or "max"')
         self.path = Path(path)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         if here().rank == 0:
@@ -58,7 +58,7 @@ class CheckpointFolder:
         data: Any = None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None,
         background: bool = False,
     ) -> PendingSave:  # fmt: skip
-        """Save as step-000100, point at it, and remove what is not to be kept. See `sw.save`."""
+        """Save as step-000100, move the pointer, and remove superseded checkpoints. See `sw.save`."""
         state = training_state(model, optimizer, schedulers, extra)
         path = self.path / f"step-{step:06d}"
 
@@ -73,7 +73,7 @@ class CheckpointFolder:
         self, model: nn.Module, optimizer: Optimizers = None, *, which: str | int = "latest",
         schedulers: Schedulers = None, extra: Mapping[str, Any] | None = None, rng: bool = True,
     ) -> Loaded | None:  # fmt: skip
-        """Go on from the "latest", the "best" or that of a step. None if the folder has none. See `sw.load`."""
+        """Resume from the "latest", the "best" or that of a step. None if the folder is empty. See `sw.load`."""
         meeting = checkpoint_ranks()
         meeting.settle()
         chosen = meeting.together(lambda: self.find(which) if meeting.first else None)
@@ -83,11 +83,11 @@ class CheckpointFolder:
         return load(self.path / name, model, optimizer, schedulers=schedulers, extra=extra, rng=rng)
 
     def wait(self) -> None:
-        """Wait for the save that is still being written, and raise what went wrong with it."""
+        """Wait for the pending save, and raise its error if it failed."""
         checkpoint_ranks().settle()
 
     def find(self, which: str | int = "latest") -> Path | None:
-        """The checkpoint of that name or step; None if the folder has none at all."""
+        """The checkpoint of that name or step; None if the folder is empty."""
         checkpoints = checkpoints_in(self.path)
         if not checkpoints:
             return None
@@ -97,18 +97,18 @@ class CheckpointFolder:
             return self.best()
         path = self.path / (f"step-{which:06d}" if isinstance(which, int) else which)
         if path not in checkpoints:
-            raise CheckpointError(f"{path} is not there; there are {', '.join(path.name for path in checkpoints)}")
+            raise CheckpointError(f"{path} does not exist; there are {', '.join(path.name for path in checkpoints)}")
         return path
 
     def best(self) -> Path | None:
-        """The best by the metric, or the newest if none has it."""
+        """The best by the metric, or the newest if none has the metric."""
         ranked = self._ranked()
         return ranked[0] if ranked else latest_in(self.path)
 
     def _ranked(self) -> list[Path]:
-        """The checkpoints that have the metric, the best first; of equals the newest."""
+        """The checkpoints with the metric, best first; ties: newest first."""
         if self.metric is None:
-            raise InputError('to find the best, the folder needs to know by which metric: metric="loss"')
+            raise InputError('finding the best checkpoint needs a metric: metric="loss"')
         sign = 1.0 if self.mode == "min" else -1.0
         metrics = {
             path: manifest.metrics.get(self.metric, math.nan) for path, manifest in checkpoints_in(self.path).items()
@@ -127,7 +127,7 @@ class CheckpointFolder:
 
 
 def checkpoints_in(folder: Path) -> dict[Path, Manifest]:
-    """The whole checkpoints in a folder, in the order of their steps. One whose manifest is damaged is not whole."""
+    """The complete checkpoints in a folder, by step. One with a damaged manifest counts as incomplete."""
     manifests: dict[Path, Manifest] = {}
     for mark in folder.glob(f"step-*/{MANIFEST}"):
         if mark.parent.suffix not in (disk.PART, disk.OLD):
@@ -139,7 +139,7 @@ def checkpoints_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The checkpoint that is pointed at; the newest if the pointer is lost."""
+    """The checkpoint that the pointer names; the newest if the pointer is lost."""
     pointer = folder / LATEST
     named = folder / pointer.read_text().strip() if pointer.is_file() else None
     if named is not None and named != folder and (named / MANIFEST).is_file():
@@ -148,7 +148,7 @@ def latest_in(folder: Path) -> Path | None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a crash has left half written or half removed, and give back the name of what was whole."""
+    """Remove what a crash left half-written or half-removed, and restore the name of what was complete."""
     for left in [*folder.glob(f"step-*{disk.PART}"), *folder.glob(f"step-*{disk.OLD}")]:
         name = left.with_suffix("")
         if left.is_dir() and disk.find_folder(name, MANIFEST) == left:

@@ -1,9 +1,9 @@
-"""Where each tensor of a checkpoint lies: which boxes of it are in which file.
+"""Where each tensor of a checkpoint is stored: which chunks of it are in which file.
 
-`torch.distributed.checkpoint` keeps this in a pickle, which runs code when it is read; here it is
-JSON. `IndexReader` gives it to DCP's planner, which finds the boxes that overlap with what a rank
-wants, whatever plan they were saved under. Files of safetensors have an index too, with one
-box for each tensor, so that ordinary weights are read in the same way.
+`torch.distributed.checkpoint` stores this as a pickle, which runs code when it is loaded; here it
+is JSON. `IndexReader` passes it to DCP's planner, which finds the chunks that overlap with a rank's
+shards, under any plan. Plain safetensors files get an index with one chunk per tensor, so they are
+read in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HF_SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: where it is in the tensor, its sizes, its file, and where it begins there."""
+    """A chunk of a tensor: its offsets, sizes and file, and where it begins in the file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexEntry:
-    """A tensor and its boxes."""
+    """A tensor and its chunks."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
@@ -62,13 +62,13 @@ class IndexEntry:
             for at, size, full in zip(chunk.offsets, chunk.sizes, self.spec.shape, strict=True)
         )
         if count != math.prod(self.spec.shape) or not inside:
-            raise ValueError(f"boxes of {count} elements for a tensor of shape {self.spec.shape}")
+            raise ValueError(f"chunks of {count} elements for a tensor of shape {self.spec.shape}")
         if len(self.chunks) > 1 and _overlap(self.chunks):
-            raise ValueError(f"boxes that overlap for a tensor of shape {self.spec.shape}")
+            raise ValueError(f"overlapping chunks for a tensor of shape {self.spec.shape}")
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes have an element in common: on the grid of all their edges, a cell that both have."""
+    """Whether two chunks have an element in common: a shared cell on the grid of all their edges."""
     boxes = [
         [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         for chunk in chunks
@@ -104,7 +104,7 @@ class Index:
         return json.dumps({"tensors": tensors}, separators=(",", ":"))
 
     def full_tensor(self, key: str, mapped: MappedFiles) -> Tensor:
-        """A tensor, put together."""
+        """A full tensor, assembled from its chunks."""
         entry = self.entries[key]
         tensor = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
         for chunk in entry.chunks:
@@ -121,13 +121,13 @@ class Index:
         return mapped.box(self.folder / chunk.file, place, at, sizes)
 
     def check_sizes(self) -> None:
-        """That every box lies in its file."""
+        """Check that every chunk is inside its file."""
         sizes = {name: (self.folder / name).stat().st_size for name in self.files}
         for key, entry in self.entries.items():
             for chunk in entry.chunks:
                 end = chunk.start + math.prod(chunk.sizes) * entry.spec.dtype.itemsize
                 if chunk.start < 0 or end > sizes[chunk.file]:
-                    raise CheckpointError(f"{self.folder / chunk.file} is cut short: {key} is not all in it")
+                    raise CheckpointError(f"{self.folder / chunk.file} is truncated: {key} is incomplete")
 
     @property
     def files(self) -> set[str]:
@@ -155,11 +155,11 @@ def _entry(encoded: Mapping[str, Any]) -> IndexEntry:
     return IndexEntry(spec=Spec(dtype=DTYPES[encoded["dtype"]], shape=tuple(encoded["shape"])), chunks=chunks)
 
 
-# -- ordinary weights --------------------------------------------------------------------------
+# -- plain weights -----------------------------------------------------------------------------
 
 
 def find_weights(path: Path) -> list[Path] | None:
-    """The safetensors files that a path stands for: a file, or a folder as Hugging Face has it. None if it has none."""
+    """The safetensors files at a path: a file, or a Hugging Face folder. None if there are none."""
     if path.is_file():
         return [path]
     if (path / HF_INDEX).is_file():
@@ -172,13 +172,13 @@ def find_weights(path: Path) -> list[Path] | None:
             raise CheckpointError(f"{path / HF_INDEX} names files outside of its folder")
         missing = [name for name in files if not (path / name).is_file()]
         if missing:
-            raise CheckpointError(f"{path} is not whole: {', '.join(missing)} is missing")
+            raise CheckpointError(f"{path} is incomplete: {', '.join(missing)} is missing")
         return [path / name for name in files]
     return [path / HF_SINGLE] if (path / HF_SINGLE).is_file() else None
 
 
 def index_of_weights(path: Path) -> tuple[Index, dict[str, str]]:
-    """The index of a safetensors file, or of a folder of Hugging Face; and the keys that are tied to others."""
+    """The index of a safetensors file, or of a Hugging Face folder; and the tied keys."""
     files = find_weights(path)
     if files is None:
         raise CheckpointError(
@@ -196,11 +196,11 @@ def index_of_weights(path: Path) -> tuple[Index, dict[str, str]]:
     return Index(folder=files[0].parent, entries=entries), tied
 
 
-# -- reading what a rank holds -----------------------------------------------------------------
+# -- reading a rank's shards ---------------------------------------------------------------------
 
 
 class IndexReader(StorageReader):
-    """An index as DCP's planner reads it. `names` says under which key to look for another."""
+    """An index for DCP's planner. `names` maps keys to the keys they are saved under."""
 
     def __init__(self, index: Index, names: Mapping[str, str] | None = None) -> None:
         self.index, self.names = index, dict(names or {})
@@ -214,9 +214,9 @@ class IndexReader(StorageReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
-                raise CheckpointError(f"{key} is not a tensor; what is not a tensor is read from the state")
+                raise CheckpointError(f"{key} is not a tensor; other values are read from the state")
             entry = self.index.entries[self.names.get(key, key)]
-            chunk = entry.chunks[item.storage_index.index or 0]  # the planner has found it there
+            chunk = entry.chunks[item.storage_index.index or 0]  # chosen by the planner
             part = self.index.box(entry, chunk, item.storage_offsets, item.lengths, mapped)
             target = planner.resolve_tensor(item).detach()
             target.copy_(part.reshape(target.shape))
@@ -252,7 +252,7 @@ def _metadata(entry: IndexEntry) -> TensorStorageMetadata:
 
 @torch.no_grad()
 def read_into(targets: Mapping[str, Tensor], index: Index, names: Mapping[str, str] | None = None) -> None:
-    """Fill tensors, DTensors and pieces with what the index has for their keys. No rank has to wait for another."""
+    """Fill tensors, DTensors and sharded parameters from the index by key. Ranks don't wait for each other."""
     reader = IndexReader(index, names)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), reader.read_metadata())

@@ -1,8 +1,8 @@
 """All keys of a model over all ranks, and which ranks write each.
 
-Every rank knows this without asking: a compiled model knows what the ranks of all meshes of a
-pipeline hold. A parameter that several stages hold is written by the first of them; a
-parameter with several keys (tied weights) is kept under the first.
+Every rank knows this without communication: a compiled model knows what the ranks of all meshes of
+a pipeline hold. A parameter of several stages is written by the first of them; a parameter with
+several keys (tied weights) is saved under the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..runtime.world import here
 
 
 class KeyOwners:
-    """What a model has. `first` leads from every key to the one that it is kept under."""
+    """The keys of a model. `first` maps every key to the one it is saved under."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class KeyOwners:
             if isinstance(part, ParallelModel) and part._holding is not None
         }
         self.first: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of what a checkpoint has of the model, by first key
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the saved tensors, by first key
         self._writers: dict[str, tuple[int, ...]] = {}
         for prefix, part in self.compiled.items():
             self._count(prefix, part._ready())
@@ -67,35 +67,35 @@ class KeyOwners:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Keys that are kept under another."""
+        """Keys that are saved under another."""
         return {key: first for key, first in self.first.items() if key != first}
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells what its stage has besides tensors: the first rank of each mesh does."""
+        """Whether this rank reports its stage's values besides tensors: the first rank of each mesh does."""
         return self.rank == 0 or any(self.rank == ranks[0] for ranks in self._writers.values())
 
     def writes(self, name: str) -> bool:
-        """Whether this rank holds the piece that is written, or one equal to it."""
+        """Whether this rank holds the shard that is written, or an equal one."""
         return name not in self._writers or self.rank in self._writers[name]
 
     def source(self, name: str) -> int | None:
-        """A rank that holds a parameter which not all ranks hold."""
+        """A rank that holds a parameter that not all ranks have."""
         ranks = self._writers.get(name, ())
         return ranks[0] if 0 < len(ranks) < self.world else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank holds of the model, by first key, as pieces that share its memory."""
+        """This rank's shards of the model, by first key, sharing its memory."""
         values = self.model.state_dict()
         return {key: value for key, value in values.items() if self.first[key] == key}
 
     def name_of(self, leaf: Any) -> str:
-        """The key of what an optimizer updates."""
+        """The key of a tensor that an optimizer updates."""
         if isinstance(leaf, ShardedParameter) or hasattr(leaf, "key"):
             return name_of(leaf)
         if id(leaf) not in self._names:
             raise InputError(
-                f"the optimizer holds a parameter of shape {tuple(leaf.shape)} that is not of the model; "
+                f"the optimizer has a parameter of shape {tuple(leaf.shape)} that the model does not have; "
                 "save its state with extra="
             )
         return self._names[id(leaf)]
@@ -104,17 +104,17 @@ class KeyOwners:
         return sorted(names, key=lambda name: (self._order.get(name, len(self._order)), name))
 
     def filled(self, names: Iterable[str]) -> None:
-        """What has these keys was loaded."""
+        """Note that these keys were loaded."""
         for prefix, part in self.compiled.items():
             part._ready().filled({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
 
     def renew(self) -> None:
-        """What parameters have masters follows them: those were loaded. All ranks must call it."""
+        """Recompute low-precision parameters from the loaded master weights. All ranks must call it."""
         for part in self.compiled.values():
             renew(part._ready().parameters.values())
 
     def check_ready(self) -> None:
-        """Several ranks have one model only once it is compiled; and what is on meta has nothing to save."""
+        """Refuse a model on several ranks that is not compiled, and parameters on meta."""
         for part in self.compiled.values():
             part._ready().check_filled()
         if self.world > 1 and not self.compiled and isinstance(self.model, ParallelModel):

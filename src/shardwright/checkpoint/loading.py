@@ -1,6 +1,6 @@
-"""Loading: everything is checked, then read, then set. Nothing of a checkpoint is run.
+"""Loading: check everything, then read, then set. No code from a checkpoint is run.
 
-Each rank reads the boxes that overlap with what it holds. Digests are checked before, each file by
+Each rank reads the chunks that overlap with its shards. Digests are checked first, each file by
 one of the ranks.
 """
 
@@ -29,12 +29,12 @@ PARTS = ("optimizers", "schedulers", "extra", "data", "tied", "random", "plans",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a checkpoint says besides what was put in its places."""
+    """What a checkpoint has besides the states that were restored."""
 
     path: Path
     step: int | None
     data: Any
-    extra: Mapping[str, Any]  # what was saved by name and was not asked for as an object
+    extra: Mapping[str, Any]  # values saved by name that were not loaded into an object
     metrics: Mapping[str, float]
     plans: Mapping[str, str]  # by the path of the compiled part; "" is the model
     versions: Mapping[str, str]
@@ -55,16 +55,16 @@ def load(
     path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
     extra: Mapping[str, Any] | None = None, strict: bool = True, rng: bool = True, check: bool = True,
 ) -> Loaded:  # fmt: skip
-    """Go on from a checkpoint, under the plan that saved it or another. All ranks call it.
+    """Resume from a checkpoint, under the plan that saved it or another. All ranks call it.
 
-    optimizer   one or a list, as it was saved; it needs no state
+    optimizer   one or a list, as saved; need not have state yet
     schedulers  one or a list
     extra       objects with load_state_dict, by the names they were saved under
     strict      the model and the checkpoint must have the same keys
-    rng         set the generators of torch, numpy and Python; rank r of more ranks takes that of rank r % n
+    rng         set the generators of torch, numpy and Python; on another number of ranks r takes that of rank r % n
     check       read every file first, and compare with its digest
 
-    Returns the step, the data's position, and all else that was saved.
+    Returns the step, the data's position, and everything else that was saved.
     """
     meeting = checkpoint_ranks()
     meeting.settle()
@@ -88,7 +88,7 @@ def load(
 
 
 def open_checkpoint(path: Path, meeting: CheckpointRanks | None = None) -> Opened:
-    """Read what a checkpoint has, without its tensors. `meeting` shares the work of checking digests."""
+    """Read a checkpoint without its tensors. `meeting` shares the work of checking digests."""
     folder = disk.find_folder(path, MANIFEST) or path
     manifest = read_manifest(folder)
     mine = [] if meeting is None else list(manifest.files.items())[meeting.rank :: meeting.size]

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files with their digests. It is written last, so what has one is whole.
+"""The manifest of a checkpoint: its files with their digests. Written last, so a folder with a manifest is complete.
 
-It has a digest of its own, and the few things that one wants to know of many checkpoints without
-reading them: the step, and metrics to choose the best by.
+It has a digest of itself, and what one wants to know of many checkpoints without reading them: the
+step, and metrics to choose the best by.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is made of. `world` is the number of ranks that saved it."""
+    """The files of a checkpoint. `world` is the number of ranks that saved it."""
 
     files: Mapping[str, Digest]
     world: int
@@ -53,12 +53,12 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} is not a checkpoint, or not a whole one: it has no {MANIFEST}; pass a folder that sw.save wrote"
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}; pass a folder that sw.save wrote"
         )
     try:
         content = json.loads(path.read_bytes())
         if content.get("format") != FORMAT or content.pop("digest", None) != _digest(content):
-            raise ValueError("its digest is another")
+            raise ValueError("its digest does not match")
         if content["version"] > VERSION:
             raise CheckpointError(f"{folder} has version {content['version']}; this shardwright reads up to {VERSION}")
         files = {
@@ -74,21 +74,21 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def faults_of(folder: Path, files: Iterable[tuple[str, Digest]]) -> list[str]:
-    """What is wrong with files, by name."""
+    """Faults of files, by name."""
     faults = []
     for name, wanted in files:
         path = folder / name
         if not path.is_file():
             faults.append(f"{path} is missing")
         elif (size := path.stat().st_size) != wanted.size:
-            faults.append(f"{path} is damaged: it has {size} bytes and should have {wanted.size}")
+            faults.append(f"{path} is damaged: it has {size} bytes instead of {wanted.size}")
         elif disk.digest_of(path) != wanted:
-            faults.append(f"{path} is damaged: its bytes are not those that were written")
+            faults.append(f"{path} is damaged: its content does not match its digest")
     return faults
 
 
 def verify(folder: str | Path) -> Manifest:
-    """Read every byte of a checkpoint; an error names all files that are damaged, and a whole checkpoint beside it."""
+    """Read every byte of a checkpoint; an error names all damaged files, and a complete checkpoint next to it."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     faults = faults_of(folder, manifest.files.items())
@@ -98,15 +98,17 @@ def verify(folder: str | Path) -> Manifest:
 
 
 def damage(folder: Path, faults: Iterable[str]) -> str:
-    """What to say about a damaged checkpoint: all its faults, and which one beside it is whole."""
+    """The message about a damaged checkpoint: its faults, and a complete checkpoint next to it."""
     lines = [f"the checkpoint {folder} is damaged:", *(f"  - {fault}" for fault in faults)]
     other = next((checkpoint for checkpoint in unlisted_files(folder) if _is_whole(checkpoint)), None)
-    lines.append(f"{other} is whole: load that one" if other is not None else "no other checkpoint beside it is whole")
+    lines.append(
+        f"{other} is complete: load that one" if other is not None else "no other checkpoint next to it is complete"
+    )
     return "\n".join(lines)
 
 
 def unlisted_files(folder: Path) -> list[Path]:
-    """The checkpoints beside one, the newest first."""
+    """The other checkpoints in the same folder, newest first."""
     siblings = [other.parent for other in folder.absolute().parent.glob(f"*/{MANIFEST}")]
     others = [other for other in siblings if other.name != folder.name]
     return sorted(others, key=lambda other: (other / MANIFEST).stat().st_mtime, reverse=True)

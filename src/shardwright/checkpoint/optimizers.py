@@ -1,12 +1,12 @@
-"""The state of an optimizer, whole: every parameter by its name, whoever holds it.
+"""The full state of an optimizer: every parameter by name, whichever rank holds it.
 
-A rank's optimizer lists the parameters that the rank has. What is saved has all of them, so that
-groups with settings of their own keep their members under any plan:
+A rank's optimizer lists the parameters of the rank. The saved state has all of them, so that
+parameter groups keep their members under any plan:
 
     {"groups": [{"lr": 0.1, ..., "params": ["embed.weight", ...]}, ...], "state": {name: {...}}}
 
-State with the shape of its parameter is saved in the pieces that it is in; all other state is the same on
-all ranks. To load, nothing has to be there: what was saved says what to make.
+State with the shape of its parameter is saved in shards; other state is equal on all ranks. An optimizer
+needs no state to be loaded into: the saved state says what to create.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .key_owners import KeyOwners
 
 
 def collect(optimizer: Optimizer, path: str, census: KeyOwners, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What this rank can say of an optimizer, as JSON; pieces go to `tensors`."""
+    """This rank's part of an optimizer, as JSON; shards go to `tensors`."""
     groups = []
     state: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -43,13 +43,13 @@ def collect(optimizer: Optimizer, path: str, census: KeyOwners, tensors: dict[st
 
 
 def merge_optimizers(parts: Sequence[Mapping[str, Any]], census: KeyOwners) -> dict[str, Any]:
-    """One optimizer of what several stages said of theirs."""
+    """Merge the optimizer states of several stages."""
     merged = {**parts[0], "groups": [dict(group) for group in parts[0]["groups"]], "state": dict(parts[0]["state"])}
     for other in parts[1:]:
         if len(other["groups"]) != len(merged["groups"]):
             raise CheckpointError(
                 f"ranks have optimizers with {len(merged['groups'])} and {len(other['groups'])} param groups; "
-                "make the optimizer before parallelize, the same on all ranks"
+                "create the optimizer before parallelize, the same on all ranks"
             )
         merged["state"] |= other["state"]
     for number, group in enumerate(merged["groups"]):
@@ -59,7 +59,7 @@ def merge_optimizers(parts: Sequence[Mapping[str, Any]], census: KeyOwners) -> d
 
 
 class Restored:
-    """A saved optimizer on its way into one that is here: first check, then read, then set."""
+    """Restores a saved optimizer: first check, then read, then set."""
 
     def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], census: KeyOwners, index: Index) -> None:
         self._optimizer, self._saved, self._index = optimizer, saved, index
@@ -83,7 +83,7 @@ class Restored:
                 self.targets[key] = self._local[key] = torch.empty(spec.shape, dtype=spec.dtype)
 
     def _match(self) -> None:
-        """The saved group of each group: the one that has its parameters, or has its place if it has none here."""
+        """The saved group of each group: the one with its parameters, or at its position if it has none here."""
         groups = self._saved["groups"]
         where = {name: number for number, group in enumerate(groups) for name in group["params"]}
         faults = []
@@ -92,16 +92,16 @@ class Restored:
             missing = [name for name in names if name not in where]
             matches = sorted({where[name] for name in names if name in where}) or [number]
             if missing:
-                faults.append(f"group {number} has {', '.join(missing[:4])}, which the saved one did not train")
+                faults.append(f"group {number} has {', '.join(missing[:4])}, which the saved optimizer did not train")
             elif len(matches) > 1 or matches[0] >= len(groups):
-                faults.append(f"what is in group {number} was in groups {matches} of {len(groups)}")
+                faults.append(f"the parameters of group {number} were in groups {matches} of {len(groups)}")
             else:
                 self._groups.append(groups[matches[0]])
         kind = f"the optimizer does not fit the saved one ({self._saved['kind']}); build it as it was:"
         raise_all(CheckpointError, kind, faults)
 
     def _make(self, leaf: Any, name: str) -> None:
-        """A place for each tensor of a parameter's state: a piece if it has the parameter's shape."""
+        """Allocate each tensor of a parameter's state: sharded if it has the parameter's shape."""
         sharded: set[str] = set()
         for part, value in self._saved["state"][name].items():
             for key in keys_of(value):
@@ -122,18 +122,18 @@ class Restored:
             self._sharded_keys[leaf] = frozenset(sharded)
 
     def _dtype(self, leaf: Any, name: str, part: str, saved: torch.dtype) -> torch.dtype:
-        """As it was, unless the parameter has another dtype than it had: then as torch does it."""
+        """The saved dtype, unless the parameter's dtype has changed: then as torch does it."""
         was = self._index.entries.get(f"model/{name}")
         same = was is None or was.spec.dtype == leaf.dtype
         return saved if same or part == "step" or not saved.is_floating_point else leaf.dtype
 
     def _device(self, leaf: Any, part: str) -> torch.device:
-        """torch keeps step counts on the CPU, but for the variants that count on the device."""
+        """torch keeps step counts on the CPU, except for variants that count on the device."""
         device: torch.device = leaf.device
         return device if part != "step" or self._on_device[id(leaf)] else torch.device("cpu")
 
     def set(self) -> None:
-        """Give the optimizer what was read."""
+        """Set the loaded state."""
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             rest = {key: value for key, value in saved.items() if key != "params"}
             group.update(decode(rest, self._local.__getitem__))

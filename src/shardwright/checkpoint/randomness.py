@@ -1,8 +1,8 @@
-"""What ranks draw from outside of the model: torch's, numpy's and Python's generators, as bytes in a tensor.
+"""RNG state outside of the model: torch's, numpy's and Python's generators, as bytes in a tensor.
 
-What a compiled model draws itself depends on a key and a step, not on a generator
-(`runtime/algorithms/random.py`); its step is saved with the model. A run on another number of ranks
-gives rank r what rank r % n had.
+Random ops of a compiled model depend on a key and a step, not on a generator
+(`runtime/algorithms/random.py`); the step is saved with the model. On another number of ranks, rank r
+takes the state of rank r % n.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def generators() -> Tensor:
 
 
 def set_generators(saved: Tensor) -> None:
-    """Go on drawing as a rank did when it saved."""
+    """Restore the generators."""
     try:
         values = json.loads(saved.cpu().numpy().tobytes())
         kind, keys, position, has_gauss, cached = values["numpy"]
         version, inner, gauss = values["python"]
         states = [None if values[name] is None else _bytes(values[name]) for name in ("torch", "cuda")]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the state of the generators can't be read: {error!r}") from error
+        raise CheckpointError(f"the RNG state can't be read: {error!r}") from error
     if states[0] is not None:
         torch.set_rng_state(states[0])
     if states[1] is not None and torch.cuda.is_available():

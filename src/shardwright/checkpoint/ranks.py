@@ -1,7 +1,7 @@
 """The ranks that save and load together, on a process group of their own.
 
-A save may be written beside training, and its last words between ranks must not come between
-the collectives of a step. Nobody goes on alone: what fails on one rank is an error on all.
+A save may be written while training continues, and its messages must not mix with the collectives
+of a step. A failure on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PATIENCE = timedelta(hours=2)  # a rank may have much more to write than another
 
 
 class UnfinishedSave(Protocol):
-    """A save that may still be written."""
+    """A save that may still be in progress."""
 
     def wait(self) -> Any: ...
 
 
 class CheckpointRanks:
-    """All ranks, or the one that there is."""
+    """All ranks, or the only one."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -41,14 +41,14 @@ class CheckpointRanks:
         return self.rank == 0
 
     def settle(self) -> None:
-        """Wait for the save that is still being written, and raise what went wrong with it."""
+        """Wait for the pending save, and raise its error if it failed."""
         pending, self.under_way = self.under_way, None
         if pending is not None:
             pending.wait()
 
     @report_failure
     def gather(self, value: T) -> list[T]:
-        """What all ranks have, on the first; nothing elsewhere."""
+        """Gather to the first rank; empty elsewhere."""
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.first else None
@@ -57,7 +57,7 @@ class CheckpointRanks:
 
     @report_failure
     def deal(self, values: list[T]) -> T:
-        """Each rank's of the first rank's values."""
+        """Scatter from the first rank."""
         if self._group is None:
             return values[0]
         received: list[Any] = [None]
@@ -65,7 +65,7 @@ class CheckpointRanks:
         return received[0]  # type: ignore[no-any-return]
 
     def together(self, do: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on any, raise on all."""
+        """Run a function on every rank; if it fails on any, raise on all."""
         result: T | None = None
         error: Exception | None = None
         try:
@@ -94,7 +94,7 @@ _alone = CheckpointRanks(None)
 
 
 def checkpoint_ranks() -> CheckpointRanks:
-    """The meeting of this run's ranks. All of them must call it."""
+    """The `CheckpointRanks` of this run. All ranks must call it."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return _alone

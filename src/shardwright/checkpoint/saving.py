@@ -1,13 +1,13 @@
-"""Saving: planned by all ranks together, written by each, named when it is whole.
+"""Saving: planned by all ranks together, written by each, renamed when complete.
 
-    every rank      collect      its pieces, and what it has to say
-    together        plan         DCP's planner: each piece is written by one rank, evenly
-    every rank      snapshot     a copy of what it will write (only if training goes on meanwhile)
-    ------------------------------------------------------------ from here on, perhaps beside training
+    every rank      collect      its shards and other values
+    together        plan         DCP's planner: each shard is written by one rank, evenly
+    every rank      snapshot     a copy of what it will write (only for a save in the background)
+    ------------------------------------------------------------ from here on optionally in a thread
     every rank      write        one file of tensors
     first rank      finish       index, state, manifest; then the folder gets its name
 
-The part beside training talks to other ranks twice, on a process group of its own.
+The background part communicates twice, on its own process group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATE = "state.json"
 
 
 class PendingSave:
-    """A save, which may still be written."""
+    """A save that may still be in progress."""
 
     def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
         self.path = path
@@ -51,11 +51,11 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is being written any more."""
+        """Whether writing has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is there, and raise what went wrong, once."""
+        """Wait until the checkpoint is written; raises its error once if it failed."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -81,19 +81,19 @@ def save(
     data: Any = None, extra: Mapping[str, Any] | None = None, step: int | None = None,
     metrics: Mapping[str, float] | None = None, background: bool = False,
 ) -> PendingSave:  # fmt: skip
-    """Write a checkpoint that a run under any plan, on any number of ranks, can go on from. All ranks call it.
+    """Write a checkpoint from which a run under any plan, on any number of ranks, can resume. All ranks call it.
 
     optimizer   one, or a list
     schedulers  one, or a list
-    data        where the data is: any dict of numbers, strings and lists, or an object whose state_dict() is one
+    data        position in the data: any dict of numbers, strings and lists, or an object whose state_dict() is one
                 (shardwright.data.Loader); that of the first rank
     extra       by name, values, or objects with state_dict and load_state_dict (a scaler, averaged weights)
-    step        which step it is of; with metrics it is written where it is found quickly
-    background  go on training while it is written: a copy is taken first. The next save, or wait() of what is
-                returned, waits for it and raises what went wrong.
+    step        its step; stored in the manifest together with metrics
+    background  return after a snapshot and write in a thread. The next save, or wait() of the
+                result, waits for it and raises its error.
 
-    Random generators, the plan and versions are saved too. What was there under the same name is replaced when the
-    new one is whole.
+    Random generators, the plan and versions are saved too. A checkpoint of the same name is replaced when the
+    new one is complete.
     """
     state = training_state(model, optimizer, schedulers, extra)
     return begin(Path(path), state, data=data, step=step, metrics=metrics, background=background)
@@ -127,7 +127,7 @@ def begin(
 def _plan(
     path: Path, meeting: CheckpointRanks, census: KeyOwners, tensors: dict[str, Tensor], state: StateValues | None
 ) -> _RankWriter:
-    """Which rank writes what: each piece once."""
+    """Which rank writes what: each shard once."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=meeting.first)
     every = meeting.gather((planner.create_local_plan(), state))
@@ -158,7 +158,7 @@ def _plan(
 def _check_shared(builder: Path) -> None:
     if not builder.is_dir():
         raise CheckpointError(
-            f"{builder} is not there, and the first rank has made it: save where all ranks see the same"
+            f"{builder} was created by the first rank and is missing here: save to a file system that all ranks share"
         )
 
 
@@ -175,7 +175,7 @@ def _spec(item: WriteItem) -> Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankWriter:
-    """What one rank writes, and on the first rank what the whole is."""
+    """What one rank writes, and on the first rank the metadata of all."""
 
     path: Path
     rank: int
@@ -185,7 +185,7 @@ class _RankWriter:
     state: StateValues | None
 
     def snapshot(self) -> _RankWriter:
-        """The same with copies of the tensors, in the memory of the CPU."""
+        """A copy with tensors in CPU memory."""
         copied = [
             torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in (get() for get in self.tensors)
         ]
@@ -195,7 +195,7 @@ class _RankWriter:
         )
 
     def write(self, meeting: CheckpointRanks, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """Write the own file; the first rank then makes the checkpoint of all. An error is one on all ranks."""
+        """Write this rank's file; the first rank then finishes the checkpoint. An error is raised on all ranks."""
         builder = self.path.with_name(self.path.name + disk.PART)
         try:
             file, digest, places = meeting.together(lambda: _explained(builder, lambda: self._write_tensors(builder)))
@@ -203,7 +203,7 @@ class _RankWriter:
             meeting.together(lambda: _explained(builder, lambda: self._finish(builder, manifest, every, after)))
         except Exception:
             if meeting.first and builder.exists():
-                disk.remove(builder)  # it takes room that may be needed
+                disk.remove(builder)  # free its disk space
             raise
 
     def _write_tensors(self, builder: Path) -> tuple[str, Digest, dict[str, list[int]]]:

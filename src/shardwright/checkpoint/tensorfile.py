@@ -2,9 +2,9 @@
 
     8 bytes   {"w": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}, ...}   data
 
-The header comes first and the tensors after it one at a time, so that a file can be larger than
-memory. A tensor is read in part, by what is mapped from the file. There is nothing to run in
-such a file, and nothing of it is believed without a check.
+The header comes first, then the tensors one at a time, so that a file can be larger than
+memory. Tensors are read in part, from a memory map. Such a file contains no code, and everything in
+it is checked before use.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LONGEST = 100_000_000  # bytes of a header, as the format has it
+LONGEST = 100_000_000  # bytes of a header, the limit of the format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What a tensor is, without its values."""
+    """Shape and dtype of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,12 +56,12 @@ class TensorOffset:
 
 
 def in_order(specs: Mapping[str, Spec]) -> list[str]:
-    """The names in the order in which a file has them: wide elements first, so that all are aligned."""
+    """The names in file order: wide elements first, so that all are aligned."""
     return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
 
 
 class TensorWriter:
-    """A file whose tensors are known, and added one at a time, in the order of `in_order`."""
+    """Writes a file of known tensors, one at a time, in the order of `in_order`."""
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
         self._left = in_order(specs)
@@ -78,7 +78,7 @@ class TensorWriter:
         if not self._left or self._left[0] != name or Spec(dtype=tensor.dtype, shape=tuple(tensor.shape)) != (
             self._specs[name]
         ):  # fmt: skip
-            raise CheckpointError(f"{name} {tuple(tensor.shape)} {tensor.dtype} was not to be written here")
+            raise CheckpointError(f"{name} {tuple(tensor.shape)} {tensor.dtype} does not belong in this file")
         self._left.pop(0)
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -101,7 +101,7 @@ class TensorWriter:
     ) -> None:
         self._file.__exit__(kind, error, trace)
         if error is None and self._left:
-            raise CheckpointError(f"{self._file.path} is not whole: {', '.join(self._left[:4])} were not written")
+            raise CheckpointError(f"{self._file.path} is incomplete: {', '.join(self._left[:4])} were not written")
 
 
 def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str] | None) -> bytes:
@@ -110,7 +110,7 @@ def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[s
     for name in order:
         spec = specs[name]
         if spec.dtype not in NAMES:
-            raise CheckpointError(f"{name} is of {spec.dtype}, for which the safetensors format has no name")
+            raise CheckpointError(f"{name} is of {spec.dtype}, which the safetensors format does not support")
         shape, end = list(spec.shape), at + spec.size
         header[name] = {"dtype": NAMES[spec.dtype], "shape": shape, "data_offsets": [at, end]}
         at = end
@@ -120,7 +120,7 @@ def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[s
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorOffset], dict[str, str]]:
-    """What a file holds, and what else its header says."""
+    """The tensors of a file, and the metadata of its header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -135,7 +135,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorOffset], dict[str, str]]:
         raise CheckpointError(f"{path} is not a safetensors file: its header can't be read ({error!r})") from error
     for name, place in places.items():
         if place.start < 8 + length or place.start + place.spec.size > size:
-            raise CheckpointError(f"{path} is cut short: {name} is not all in it")
+            raise CheckpointError(f"{path} is truncated: {name} is incomplete")
     return places, metadata
 
 
@@ -148,13 +148,13 @@ def _place(entry: Mapping[str, Any], base: int) -> TensorOffset:
 
 
 class MappedFiles:
-    """Files that are read in parts, each opened once."""
+    """Memory-mapped files, each opened once."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
 
     def box(self, path: Path, place: TensorOffset, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """A copy of a box of a tensor; only what is asked for is read."""
+        """A copy of a box of a tensor; only this box is read."""
         spec = place.spec
         if not math.prod(lengths):
             return torch.empty(tuple(lengths), dtype=spec.dtype)

@@ -1,12 +1,12 @@
-"""A training state: all that a run needs to go on as if it had not stopped, as tensors and JSON.
+"""A training state: all that a run needs to resume as if it had not stopped, as tensors and JSON.
 
     model/<key>                     parameters and persistent buffers
     optimizer/<n>/<key>/<name>      state of the n-th optimizer
     rng/<rank>                      generators of each rank
     extra/<name>/...                whatever the user adds
 
-Everything that is not a tensor is in one JSON: `StateValues`, put together from what the first rank of each
-stage says.
+Everything that is not a tensor is in one JSON file, `StateValues`, merged from the values of each stage's first
+rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainingState:
     extra: Mapping[str, Any]
 
     def collect(self, census: KeyOwners, data: Any) -> tuple[dict[str, Tensor], StateValues | None]:
-        """What this rank holds and, if it speaks for others, what it has to say."""
+        """This rank's tensors and, if it is the first of its mesh, the other values."""
         tensors = {f"model/{key}": value for key, value in census.tensors().items() if census.writes(key)}
         tensors[f"rng/{census.rank}"] = generators()
         metadata: StateValues = {
@@ -77,7 +77,7 @@ class TrainingState:
     def restore(
         self, metadata: StateValues, index: Index, census: KeyOwners, world: int, *, strict: bool, rng: bool
     ) -> None:
-        """Put a saved state in its places. Nothing is changed before everything is known to fit."""
+        """Restore a saved state. Nothing is changed before everything was checked."""
         wanted = census.tensors()
         names = fit(census, index, metadata["tied"], "model/", strict, "the checkpoint")
         targets = {f"model/{key}": value for key, value in wanted.items() if f"model/{key}" in names}
@@ -110,10 +110,10 @@ class TrainingState:
             if here > there:
                 faults.append(f"{here} {what}(s) are to be loaded, and {there} were saved")
         faults += [f"extra {name!r} was not saved" for name in self.extra if name not in metadata["extra"]]
-        raise_all(CheckpointError, "the checkpoint has not all that is to be loaded:", faults)
+        raise_all(CheckpointError, "the checkpoint lacks some of what is to be loaded:", faults)
 
     def _later(self, metadata: StateValues, loose: _Loose) -> Callable[[], None]:
-        """Schedulers and other objects are given their state when all tensors are there."""
+        """Load schedulers and other objects after all tensors were read."""
         targets = list(zip(self.schedulers, metadata["schedulers"], strict=False))
         targets += [(target, metadata["extra"][name]) for name, target in self.extra.items()]
         for target, saved in targets:
@@ -129,7 +129,7 @@ class TrainingState:
 def training_state(
     model: nn.Module, optimizer: Optimizers, schedulers: Schedulers, extra: Mapping[str, Any] | None
 ) -> TrainingState:
-    """What is to be saved or loaded, checked."""
+    """Check and collect what is saved or loaded."""
     if schedulers is None:
         listed: list[Any] = []
     else:
@@ -141,7 +141,7 @@ def training_state(
 
 
 def merge_stages(parts: Sequence[StateValues | None], census: KeyOwners) -> StateValues:
-    """What the first rank of each stage said, as one."""
+    """Merge the values of each stage's first rank."""
     present = [part for part in parts if part is not None]
     merged = dict(present[0])
     merged["optimizers"] = [
@@ -154,7 +154,7 @@ def merge_stages(parts: Sequence[StateValues | None], census: KeyOwners) -> Stat
 
 
 def _merged(under: Any, over: Any) -> Any:
-    """Dicts as one; what both have is that of `over`."""
+    """Merge dicts; `over` wins."""
     if not isinstance(under, dict) or not isinstance(over, dict) or "$" in under or "$" in over:
         return over
     return {**under, **over, **{key: _merged(under[key], over[key]) for key in under if key in over}}
@@ -181,7 +181,7 @@ def _state_of(value: Any) -> Any:
 
 
 class _Loose:
-    """Places for such tensors: read whole, or in pieces where a piece is there to take them."""
+    """Targets for such tensors: read in full, or sharded where there is a shard to read into."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -202,7 +202,7 @@ class _Loose:
 
 
 def _shards_in(state: Any) -> dict[str, Tensor]:
-    """The pieces in a state dict, by their path in it."""
+    """The shards in a state dict, by path."""
     tensors: dict[str, Tensor] = {}
     encode(state, "", tensors)
     return {
@@ -211,14 +211,14 @@ def _shards_in(state: Any) -> dict[str, Tensor]:
 
 
 def read_values(saved: Any, index: Index) -> Any:
-    """A saved value, with its tensors whole."""
+    """A saved value, with full tensors."""
     loose = _Loose(index)
     loose.place_all(saved, {})
     read_into(loose.places, index)
     return decode(saved, loose.places.__getitem__)
 
 
-# -- what compiled models draw -------------------------------------------------------------------
+# -- random state of compiled models -------------------------------------------------------------
 
 
 def _drawing(model: nn.Module) -> dict[str, Randomness]:

@@ -1,11 +1,11 @@
-"""Ordinary weights: one safetensors file with the original keys, or a folder as Hugging Face has it.
+"""Plain weights: one safetensors file with the original keys, or a Hugging Face folder.
 
     model.safetensors                                         one file
     model-00001-of-00003.safetensors, ...                     several, and
     model.safetensors.index.json                              which key is in which
 
-No rank ever holds the whole model. To write, one tensor at a time is gathered and streamed to the
-disk by the first rank. To read, each rank takes its boxes out of the files.
+No rank ever holds the full model. Writing gathers one tensor at a time, which the first rank streams
+to disk. Reading takes each rank's shards out of the files.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from .ranks import checkpoint_ranks
 from .tensorfile import Spec, TensorWriter, in_order
 
 Tied = Literal["once", "all"]
-SHARD = 5 * 10**9  # bytes of a file, as Hugging Face cuts them
+SHARD = 5 * 10**9  # bytes of a file, the default of Hugging Face
 
 
 def save_weights(
     path: str | Path, model: nn.Module, *, dtype: torch.dtype | None = None, shard_size: int = SHARD,
     tied: Tied = "once", without: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Write the model's weights as an ordinary checkpoint. All ranks call it.
+    """Write the model's weights as safetensors. All ranks call it.
 
-    path        x.safetensors for one file, else a folder: with a model of Hugging Face it gets its config too
-    dtype       of floating-point weights; without it, as they are
+    path        x.safetensors for one file, else a folder: of a Hugging Face model it gets its config too
+    dtype       of floating-point weights; default: unchanged
     shard_size  bytes of one file of a folder at most, unless one tensor is larger
-    tied        tied weights are written "once", under the first of their keys, and the header names the others;
-                or under "all" of them
+    tied        "once": tied weights are written under the first of their keys, and the header names the others;
+                "all": under each of their keys
     without     patterns of keys that are left out, such as "*.lora_*"
     """
     if tied not in ("once", "all"):
-        raise InputError(f'tied={tied!r} is not known; use "once" or "all"')
+        raise InputError(f'tied={tied!r} is unknown; use "once" or "all"')
     meeting, census = checkpoint_ranks(), KeyOwners(model)
     meeting.settle()
     census.check_ready()
@@ -79,10 +79,10 @@ def save_weights(
 
 
 def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, under: str = "") -> None:
-    """Fill the model with the weights of a safetensors file or a folder of Hugging Face; each rank reads its part.
+    """Fill the model with the weights of a safetensors file or a Hugging Face folder; each rank reads its shards.
 
-    Tied weights may be there under any of their keys. With strict=False other keys may be missing or too many.
-    `under` is the path of a submodule: it alone is filled, and the files have its own keys.
+    Tied weights may be saved under any of their keys. strict=False allows missing and unexpected keys.
+    `under` is the path of a submodule: only it is filled, from files with its own keys.
     """
     meeting, census = checkpoint_ranks(), KeyOwners(model)
     meeting.settle()
@@ -107,7 +107,7 @@ def write_weights(
     path: Path, specs: Mapping[str, Spec], get: Callable[[str], Tensor], aliases: Mapping[str, str], shard_size: int,
     write: bool = True,
 ) -> None:  # fmt: skip
-    """Stream tensors to one file or to a folder of several. `get` is called in one order on all ranks."""
+    """Stream tensors to one file or to a folder of several. `get` is called in the same order on all ranks."""
     single = path.suffix == ".safetensors"
     shards = [list(specs)] if single else list(_shards(specs, shard_size))
     names = [path.name] if single else _names(len(shards))
@@ -122,7 +122,7 @@ def write_weights(
             if not single:
                 _write_index(folder, specs, shards, names)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}; what was there before is untouched") from error
+        raise CheckpointError(f"{path} could not be written: {error}; existing files are untouched") from error
     finally:
         for _ in coming:  # other ranks wait for this one in every gather
             pass
@@ -159,7 +159,7 @@ def _names(count: int) -> list[str]:
 
 
 def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Sequence[list[str]], names: Sequence[str]) -> None:
-    """The index of a folder; files of an earlier one that it does not name are removed."""
+    """The index of a folder; files of an earlier save that it does not list are removed."""
     if len(names) > 1:
         total = sum(spec.size for spec in specs.values())
         where = {key: name for keys, name in zip(shards, names, strict=True) for key in keys}
@@ -173,7 +173,7 @@ def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Sequence[list[
 
 
 def _write_config(path: Path, model: nn.Module) -> None:
-    """What a folder of Hugging Face has besides weights, if the model knows it."""
+    """Write the other files of a Hugging Face folder, if the model knows them."""
     if path.suffix == ".safetensors":
         return
     for name in ("config", "generation_config"):
@@ -194,7 +194,7 @@ class _WeightsFormat:
 
 
 def _kinds(census: KeyOwners, own: Mapping[str, Tensor]) -> dict[str, Tensor | _WeightsFormat]:
-    """What every key is, in one order on all ranks; of what others hold, only the dtype."""
+    """The kind of every key, in the same order on all ranks; of other ranks' tensors only the dtype."""
     formats: dict[str, Tensor | _WeightsFormat] = {}
     for prefix, part in census.compiled.items():
         holding = part._ready()
@@ -208,14 +208,14 @@ def _cast(value: Tensor | _WeightsFormat, dtype: torch.dtype | None) -> torch.dt
 
 
 class GatheredTensors:
-    """Tensors of a model, whole, one at a time. All ranks must ask for the same ones in the same order."""
+    """Full tensors of a model, gathered one at a time. All ranks must read the same ones in the same order."""
 
     def __init__(self, census: KeyOwners, own: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> None:
         self._census, self._own, self._specs = census, own, specs
         self._names: dict[str, str] = {}
 
     def also(self, names: Mapping[str, str]) -> GatheredTensors:
-        """The same, under more names."""
+        """The same tensors under additional names."""
         self._names = dict(names)
         return self
 

@@ -13,9 +13,9 @@
     shardwright train config.yaml --model.init_args.n_layer 24
 
 A model is named by a file (or an importable module) and a function in it that returns the
-module and an example of its arguments; or by a Hugging Face config, `hf:config.json`. None
-of these commands needs a GPU or other processes. Exit code 0: fine, 1: the program differs
-from the original, 2: something is wrong with what was asked, 130: interrupted.
+module and example arguments, or by a Hugging Face config, `hf:config.json`. No command needs
+a GPU or other processes. Exit code 0: success, 1: the program differs from the original,
+2: invalid arguments or input, 130: interrupted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if words[:1] == ["train"]:  # its settings are those of a class, and not known before they are read
+    if words[:1] == ["train"]:  # its options come from a class signature
         return _guarded("train", lambda: run_train(words[1:]))
     options = make_parser().parse_args(words)
     return _guarded(options.command, lambda: COMMANDS[options.command](options[options.command], console))
@@ -67,92 +67,111 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
         print(f"shardwright {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = "go on with --resume last" if command == "train" else "and nothing was written"
+        kept = "resume with --resume last" if command == "train" else "and nothing was written"
         print(f"shardwright {command}: interrupted, {kept}", file=sys.stderr)
         return 130
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="shardwright", description="Compile a PyTorch model for many devices, and look at it.")
+    parser = ArgumentParser(
+        prog="shardwright", description="Compile a PyTorch model for many devices and inspect the result."
+    )
     commands = parser.add_subcommands(dest="command")
     plan = ArgumentParser(
-        description="Make a plan for a model, show on one screen what it costs, and write it to a file. "
-        "Ctrl-C ends a search with the best plan so far."
+        description="Make a plan for a model, show its predicted cost on one screen, and write it to a file. "
+        "Ctrl-C stops the search and takes the best plan so far."
     )
     _model_arguments(plan)
     _plan_arguments(plan)
     plan.add_argument("--full", action="store_true", help="show every op, parameter and collective too")
-    plan.add_argument("--constraints", type=Path, help="what --plan auto has to keep to: a YAML file")
-    plan.add_argument("-o", "--output", type=Path, help="where to write the plan (JSON); without it, it is only shown")
+    plan.add_argument("--constraints", type=Path, help="constraints on --plan auto: a YAML file")
+    plan.add_argument("-o", "--output", type=Path, help="where to write the plan (JSON); default: only show it")
     commands.add_subcommand("plan", plan, help="make a plan and show it")
 
     shown = ArgumentParser(
-        description="Show what a plan file costs and decides; with the model also what follows from it, "
-        "and with an op what every other way to split it would cost."
+        description="Show the decisions and the predicted cost of a plan file; with the model also shapes, memory and "
+        "collectives; with an op the cost of every other way to split it."
     )
     shown.add_argument("file", type=Path, help="a plan file")
-    shown.add_argument("--op", help='an op as the plan names it, such as "blocks.0.up / linear"; "blocks.*..." is all')
+    shown.add_argument(
+        "--op", help='an op as named in the plan: "blocks.0.up / linear", or "blocks.*..." for all layers'
+    )
     shown.add_argument("--full", action="store_true", help="show every op and parameter too")
     _known_model_arguments(shown)
-    commands.add_subcommand("explain", shown, help="show what a plan file costs and decides")
+    commands.add_subcommand("explain", shown, help="show the decisions and the predicted cost of a plan")
 
     compared = ArgumentParser(
-        description="Show what two plan files decide differently and what they cost; with the model also what each "
-        "part of it would change."
+        description="Show where two plan files differ and what both cost; with the model also the cost of "
+        "each difference."
     )
     compared.add_argument("a", type=Path, help="a plan file")
     compared.add_argument("b", type=Path, help="another")
     _known_model_arguments(compared)
     commands.add_subcommand("diff", compared, help="compare two plan files")
 
-    commands.add_subcommand("simulate", simulate_parser(), help="draw a schedule and say how long it takes")
+    commands.add_subcommand("simulate", simulate_parser(), help="draw a pipeline schedule and its predicted time")
 
-    compiled = ArgumentParser(description="Write the program that a plan makes of a model, as PyTorch code to read.")
+    compiled = ArgumentParser(description="Write the program of a model under a plan, as readable PyTorch code.")
     _model_arguments(compiled)
     compiled.add_argument("-o", "--output", type=Path, default=Path(".shardwright"), help="the directory to write to")
-    compiled.add_argument("--entry", choices=["train", "eval"], default="train", help="the program for which mode")
+    compiled.add_argument(
+        "--entry", choices=["train", "eval"], default="train", help="write the training or the eval program"
+    )
     commands.add_subcommand("compile", compiled, help="write the generated program")
 
-    verified = ArgumentParser(description="Run the original and the compiled program on one batch and compare them.")
-    _model_arguments(verified, plan=None)
-    verified.add_argument("--dtype", choices=["float64", "float32"], help="in what to compare; float64 if not given")
-    verified.add_argument("--precision", choices=list(NAMED), help="train in it, both of them; else as written")
-    verified.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
-    verified.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the optimizer")
-    verified.add_argument("--tolerance", type=float, help="1e-10 in float64 and 1e-5 in float32, if not given")
-    verified.add_argument("--eval", action="store_true", help="compare evaluation mode too")
-    verified.add_argument("--trace", action="store_true", help="if they differ, find the first op that does")
-    commands.add_subcommand("verify", verified, help="compare the program with the original")
-    commands.add_subcommand("rehearse", rehearse_parser(), help="run a plan for many devices here, at small sizes")
+    commands.add_subcommand("verify", _verify_parser(), help="compare the program with the original")
+    commands.add_subcommand(
+        "rehearse", rehearse_parser(), help="run a plan for many devices on this machine, scaled down"
+    )
     measured = ArgumentParser(description="Measure this machine, or under torchrun these machines, as a cluster.")
-    measured.add_argument("-o", "--output", type=Path, help="where to write the cluster (YAML); else it is only shown")
+    measured.add_argument("-o", "--output", type=Path, help="where to write the cluster (YAML); default: only show it")
     measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in less than a minute")
-    measured.add_argument("--ranks", type=int, help="processes to start; one for each core if not said")
+    measured.add_argument("--ranks", type=int, help="processes to start; default: one per core")
     commands.add_subcommand("calibrate", measured, help="measure this machine as a cluster")
     add_checkpoint(commands)
-    commands.add_subcommand("train", ArgumentParser(), help="train a model, as a file says; see docs/training.md")
+    commands.add_subcommand("train", ArgumentParser(), help="train a model from a config file; see docs/training.md")
     return parser
+
+
+def _verify_parser() -> ArgumentParser:
+    verified = ArgumentParser(description="Run the original and the compiled program on one batch and compare them.")
+    _model_arguments(verified, plan=None)
+    verified.add_argument("--dtype", choices=["float64", "float32"], help="dtype of the comparison; default: float64")
+    verified.add_argument(
+        "--precision", choices=list(NAMED), help="train both in this precision; default: the model's dtypes"
+    )
+    verified.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
+    verified.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the optimizer")
+    verified.add_argument("--tolerance", type=float, help="default: 1e-10 in float64, 1e-5 in float32")
+    verified.add_argument("--eval", action="store_true", help="compare evaluation mode too")
+    verified.add_argument("--trace", action="store_true", help="if they differ, find the first op that differs")
+    return verified
 
 
 def _model_arguments(parser: ArgumentParser, plan: str | None = "auto") -> None:
     parser.add_argument("model", help=MODEL)
-    usual = "" if plan else "; without one, two ranks of each kind: dp=2, tp=2, zero3=2, pp=2"
+    usual = "" if plan else "; default: dp=2, tp=2, zero3=2 and pp=2, one after the other"
     text = f'"dp=2,tp=2", the path of a plan file, or "auto"{usual}'
     parser.add_argument("--plan", type=str if plan else str | None, default=plan, help=text)
-    parser.add_argument("--devices", type=int, help="how many devices, for --plan auto; else the plan says it")
-    parser.add_argument("--microbatches", type=int, help="parts of a batch that go through a pipeline; else chosen")
+    parser.add_argument("--devices", type=int, help="number of devices for --plan auto; other plans fix it")
+    parser.add_argument("--microbatches", type=int, help="number of microbatches; default: chosen by the plan")
     parser.add_argument(
-        "--opaque", choices=["marked", "auto"], default="marked", help="auto: what can't be captured stays as it is"
+        "--opaque",
+        choices=["marked", "auto"],
+        default="marked",
+        help="auto: submodules that can't be captured run eagerly",
     )
     _size_arguments(parser)
 
 
 def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cluster", help="what to plan for: a name such as 8xA100-80GB, or a cluster file (YAML)")
-    parser.add_argument("--memory", help="how much of a device's memory may be used, such as 70GiB; else what it has")
-    parser.add_argument("--precision", choices=list(NAMED), help="train in it; else as written")
-    parser.add_argument("--optimizer", default="adamw", help="whose state counts: adamw, sgd, momentum, ...")
-    parser.add_argument("--accumulate", type=int, default=1, help="backwards before an update")
+    parser.add_argument("--memory", help="memory limit of a device, such as 70GiB; default: all")
+    parser.add_argument("--precision", choices=list(NAMED), help="train in this precision; default: the model's dtypes")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="optimizer whose state is counted: adamw, sgd, momentum, ..."
+    )
+    parser.add_argument("--accumulate", type=int, default=1, help="gradient accumulation: backwards per update")
     parser.add_argument(
         "--inputs",
         choices=["global", "per_replica"],
@@ -160,20 +179,20 @@ def _plan_arguments(parser: ArgumentParser) -> None:
         help="per_replica: each data-parallel replica passes its own samples",
     )
     parser.add_argument(
-        "--outputs", choices=["all", "scalars"], help="scalars: only the loss leaves the model; usual for hf: models"
+        "--outputs", choices=["all", "scalars"], help="scalars: return only the loss; default for hf: models"
     )
-    parser.add_argument("--seconds", type=float, help="how long to search at most")
+    parser.add_argument("--seconds", type=float, help="time limit of the search")
 
 
 def _known_model_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--model", help=f"the model that it was made for: {MODEL}")
-    parser.add_argument("--cluster", help="what to price on, if other than the plan says")
+    parser.add_argument("--model", help=f"the model of the plan: {MODEL}")
+    parser.add_argument("--cluster", help="cluster to price on; default: the plan's")
     _size_arguments(parser)
 
 
 def _size_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, help="rows of the example, if other than the model's own example has")
-    parser.add_argument("--seq", type=int, default=128, help="length of the example of an hf: model")
+    parser.add_argument("--batch", type=int, help="batch size of the example; default: that of the model's example")
+    parser.add_argument("--seq", type=int, default=128, help="sequence length of the example of an hf: model")
 
 
 # -- the commands ----------------------------------------------------------------------
@@ -183,7 +202,7 @@ def run_plan(options: Namespace, console: Console) -> int:
     module, example = load_model(options.model, options.batch, options.seq, meta=True)
     outputs: Outputs = options.outputs or ("scalars" if options.model.startswith("hf:") else "all")
     if options.accumulate < 1:
-        raise InputError(f"--accumulate {options.accumulate} makes no sense; 1 is an update after every backward")
+        raise InputError(f"--accumulate {options.accumulate} must be at least 1 (an update after every backward)")
     size = _devices(options)
     with SearchProgress() as watching:
         plan, captured = planned(
@@ -205,11 +224,11 @@ def run_plan(options: Namespace, console: Console) -> int:
 
 
 def run_explain(options: Namespace, console: Console) -> int:
-    plan = read_plan(options.file)  # its faults first
+    plan = read_plan(options.file)  # report its errors first
     if options.op is not None:
         if options.model is None:
-            raise InputError("--op needs the model that the plan was made for: --model FILE.py:FUNCTION")
-        with Status("pricing the other ways", console=Console(stderr=True)):
+            raise InputError("--op needs the model of the plan: --model FILE.py:FUNCTION")
+        with Status("pricing the alternatives", console=Console(stderr=True)):
             explanation = explain(plan, _graph(options, plan), op=options.op, cluster=options.cluster)
         console.print(explanation)
     elif options.model is not None:
@@ -275,7 +294,7 @@ def run_verify(options: Namespace, console: Console) -> int:
 
 def run_calibrate(options: Namespace, console: Console) -> int:
     if options.ranks is not None and options.ranks < 1:
-        raise InputError(f"--ranks {options.ranks} is no number of processes")
+        raise InputError(f"--ranks {options.ranks} must be at least 1")
     name = options.output.stem if options.output is not None else "measured"
     cluster, world = calibrate(QUICK if options.quick else FULL, options.ranks, name)
     if world.rank != 0:
@@ -290,15 +309,12 @@ def run_calibrate(options: Namespace, console: Console) -> int:
     return 0
 
 
-ONLY_SCALARS = "only the loss leaves the model, as is usual in training; with --outputs all the logits do too"
+ONLY_SCALARS = "the program returns only the loss, as is usual in training; --outputs all returns the logits too"
 UNDER_TORCHRUN = (
-    "collectives were not measured; for those start one process a GPU: "
+    "collectives were not measured; to measure them start one process per GPU: "
     "torchrun --no-python --nproc-per-node 8 shardwright calibrate ..."
 )
-AGREES = (
-    "op by op the program does what the original does: "
-    "look at the generated file, or at how parameters are kept in sync"
-)
+AGREES = "every op matches the original: look at the generated file, or at the sync of parameters"
 COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "plan": run_plan,
     "explain": run_explain,
@@ -313,7 +329,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
 
 
 def _devices(options: Namespace) -> int:
-    """How many devices a plan is for: what it says itself, what was asked for, or all of the cluster."""
+    """The number of devices: the plan's, that of --devices, or all of the cluster."""
     if options.plan != "auto":
         ranks = ranks_of(options.plan)
         if options.devices is not None and options.devices != ranks:

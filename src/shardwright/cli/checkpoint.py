@@ -1,4 +1,4 @@
-"""`shardwright checkpoint inspect | convert | verify`: look at checkpoints, and turn them into ordinary weights."""
+"""`shardwright checkpoint inspect | convert | verify`: inspect checkpoints, and convert them to safetensors."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 
 def add_checkpoint(above: Any) -> None:
-    """The command and its actions, which have to be added from the top down."""
-    parser = ArgumentParser(
-        description="Look at checkpoints, check them, and turn them into ordinary weights and back."
-    )
-    above.add_subcommand("checkpoint", parser, help="look at checkpoints, check and convert them")
+    """Add the command and its actions. jsonargparse wants the outer parser first."""
+    parser = ArgumentParser(description="Inspect and verify checkpoints, and convert them to safetensors and back.")
+    above.add_subcommand("checkpoint", parser, help="inspect, verify and convert checkpoints")
     commands = parser.add_subcommands(dest="action")
-    shown = ArgumentParser(description="Show what a checkpoint has, or the latest of a folder of them.")
+    shown = ArgumentParser(description="Show the contents of a checkpoint, or of the latest in a folder.")
     shown.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
-    shown.add_argument("--full", action="store_true", help="show the state of the optimizer and all other tensors too")
-    commands.add_subcommand("inspect", shown, help="what a checkpoint has")
+    shown.add_argument("--full", action="store_true", help="show optimizer state and all other tensors too")
+    commands.add_subcommand("inspect", shown, help="show the contents of a checkpoint")
 
     turned = ArgumentParser(
-        description="Write the weights of a checkpoint as one safetensors file or a folder of Hugging Face, or make a "
-        "checkpoint of such weights."
+        description="Write the weights of a checkpoint as one safetensors file or a Hugging Face folder, or make a "
+        "checkpoint from such weights."
     )
-    turned.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a folder of Hugging Face")
-    turned.add_argument("--to", type=Path, required=True, help="x.safetensors for one file, else a folder")
-    turned.add_argument("--form", choices=["file", "hf", "checkpoint"], help="of what is written, if not as usual")
-    turned.add_argument("--dtype", choices=list(DTYPES), help="of the weights, if other than they have")
-    turned.add_argument("--shard-gb", type=float, default=5.0, help="of one file of a Hugging Face folder, at most")
-    turned.add_argument("--config", type=Path, help="a Hugging Face folder whose config and tokenizer are copied")
-    commands.add_subcommand("convert", turned, help="to ordinary weights, or back")
+    turned.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a Hugging Face folder")
+    turned.add_argument("--to", type=Path, required=True, help="x.safetensors for a single file, else a folder")
+    turned.add_argument(
+        "--form", choices=["file", "hf", "checkpoint"], help="format to write; default: chosen by the input and --to"
+    )
+    turned.add_argument("--dtype", choices=list(DTYPES), help="dtype of the weights; default: unchanged")
+    turned.add_argument("--shard-gb", type=float, default=5.0, help="maximum size of a file of a Hugging Face folder")
+    turned.add_argument("--config", type=Path, help="a Hugging Face folder to copy config and tokenizer from")
+    commands.add_subcommand("convert", turned, help="convert to safetensors or back")
 
-    checked = ArgumentParser(description="Read every byte of a checkpoint and compare with its digests.")
-    checked.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints: then all of them")
-    commands.add_subcommand("verify", checked, help="whether it is complete and undamaged")
+    checked = ArgumentParser(description="Read every byte of a checkpoint and compare it with its digests.")
+    checked.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints to verify all of")
+    commands.add_subcommand("verify", checked, help="check that a checkpoint is complete and undamaged")
 
 
 def run_checkpoint(options: Namespace, console: Console) -> int:
@@ -60,13 +60,13 @@ def run_inspect(options: Namespace, console: Console) -> int:
 
 def run_convert(options: Namespace, console: Console) -> int:
     if options.shard_gb <= 0:
-        raise InputError(f"--shard-gb {options.shard_gb} is no size of a file")
+        raise InputError(f"--shard-gb {options.shard_gb} must be positive")
     form = convert(
         options.path, options.to, form=options.form, dtype=DTYPES.get(options.dtype),
         shard_size=int(options.shard_gb * 10**9),
         config=options.config,
     )  # fmt: skip
-    description = {"file": "a safetensors file", "hf": "a folder of Hugging Face", "checkpoint": "a checkpoint"}[form]
+    description = {"file": "a safetensors file", "hf": "a Hugging Face folder", "checkpoint": "a checkpoint"}[form]
     console.print(f"written to {options.to}, {description}", highlight=False, soft_wrap=True)
     return 0
 
@@ -83,7 +83,7 @@ def run_verify_checkpoint(options: Namespace, console: Console) -> int:
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             faults += 1
         else:
-            console.print(f"{path} is whole: {_bytes(manifest.size)}", highlight=False, soft_wrap=True)
+            console.print(f"{path} is complete: {_bytes(manifest.size)}", highlight=False, soft_wrap=True)
     return 1 if faults else 0
 
 
@@ -93,14 +93,14 @@ _ACTIONS = {"inspect": run_inspect, "convert": run_convert, "verify": run_verify
 def _find_checkpoint(path: Path) -> Path:
     checkpoint = checkpoint_at(path)
     if checkpoint is None:
-        raise InputError(f"{path} is no checkpoint, and no folder of them")
+        raise InputError(f"{path} is neither a checkpoint nor a folder of checkpoints")
     return checkpoint
 
 
 def _facts(opened: Opened) -> Table:
     state, manifest = opened.state, opened.manifest
     table = Table(title=str(opened.folder), show_header=False, title_justify="left")
-    table.add_row("step", str(manifest.step) if manifest.step is not None else "not said")
+    table.add_row("step", str(manifest.step) if manifest.step is not None else "unknown")
     table.add_row("saved", f"{manifest.when}, by {manifest.world} rank{'s' if manifest.world > 1 else ''}")
     table.add_row("size", f"{_bytes(manifest.size)} in {len(manifest.files)} files")
     for prefix, plan in state["plans"].items():
@@ -132,13 +132,13 @@ def _tensors(opened: Opened, full: bool) -> Table:
         if full or key not in others:
             spec = entry.spec
             name, dtype = key if full else key.removeprefix("model/"), str(spec.dtype).removeprefix("torch.")
-            shape = " ".join(map(str, spec.shape)) or "a number"
+            shape = " ".join(map(str, spec.shape)) or "a scalar"
             table.add_row(name, shape, dtype, _bytes(spec.size), str(len(entry.chunks)))
     for key, first in opened.state["tied"].items():
         table.add_row(key, f"tied to {first}", "", "", "")
     if others and not full:
         size = sum(entry.spec.size for entry in others.values())
-        table.add_row(f"{len(others)} more, of optimizers and others (--full)", "", "", _bytes(size), "")
+        table.add_row(f"{len(others)} more: optimizer state and others (--full)", "", "", _bytes(size), "")
     return table
 
 

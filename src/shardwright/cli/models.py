@@ -1,4 +1,4 @@
-"""The models that a command line names: a function in a file or a module, or a Hugging Face config."""
+"""Load the model named on the command line: a function in a file or module, or a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) -> tuple[nn.Module, Example]:
-    """The module that a name on the command line stands for, and an example of its arguments."""
+    """The module named on the command line, and example arguments."""
     if batch is not None and batch < 1:
-        raise InputError(f"--batch {batch} is no batch")
+        raise InputError(f"--batch {batch} must be at least 1")
     if text.startswith("hf:"):
         return _hugging_face(Path(text.removeprefix("hf:")), batch or 8, seq, meta)
     where, colon, name = text.rpartition(":")
@@ -52,7 +52,7 @@ def _import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # generated code finds the model's own functions there
+    sys.modules[name] = module  # generated code imports the model's functions from it
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -72,7 +72,7 @@ def _import_module(name: str) -> Any:
 
 
 def _parts(result: Any, text: str) -> tuple[nn.Module, Example]:
-    """(module, example) from what the user's function returned."""
+    """(module, args, kwargs) from the result of the user's function."""
     if isinstance(result, nn.Module):
         raise InputError(f"{text} returns a module alone; return (module, example), with example a tuple of arguments")
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
@@ -83,7 +83,7 @@ def _parts(result: Any, text: str) -> tuple[nn.Module, Example]:
 
 
 def resize_batch(example: Example, batch: int) -> Example:
-    """The example with another number of rows: its own, over and over."""
+    """The example with another batch size, its samples repeated."""
     leaves, spec = pytree.tree_flatten(example)
     batch_dims = find_batch_dim([("", tuple(leaf.shape) if isinstance(leaf, Tensor) else ()) for leaf in leaves])
     rows = batch_dims.size
@@ -98,7 +98,7 @@ def resize_batch(example: Example, batch: int) -> Example:
 
 
 def _hugging_face(path: Path, batch: int, seq: int, meta: bool) -> tuple[nn.Module, Example]:
-    """A language model from its config, with random weights, and ids to train it on."""
+    """A language model from its config, with random weights and random token ids."""
     try:
         import transformers
     except ImportError as error:
@@ -108,7 +108,7 @@ def _hugging_face(path: Path, batch: int, seq: int, meta: bool) -> tuple[nn.Modu
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
-        raise InputError(f"{path} is no Hugging Face config: it has no model_type")
+        raise InputError(f"{path} is not a Hugging Face config: it has no model_type")
     config = transformers.AutoConfig.for_model(**data)
     named = getattr(transformers, (data.get("architectures") or ["?"])[0], None)
     with torch.device("meta" if meta else "cpu"):

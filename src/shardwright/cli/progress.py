@@ -1,4 +1,4 @@
-"""A search on the command line: a line that says what is being looked at, and Ctrl-C for the best so far."""
+"""Progress of a search on the command line; Ctrl-C takes the best plan so far."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..report.text import format_time
 
 
 class SearchProgress:
-    """Shows a search while it runs. The first Ctrl-C asks it to end with what it has, the second gives up.
+    """Shows a search while it runs. The first Ctrl-C stops it with the best plan so far, the second aborts.
 
-    Before the search has begun (while the model is captured) there is nothing to end with: Ctrl-C gives up at once. If
-    it falls into a callback that can't raise, as torch has many, the search ends as soon as it has something.
+    Before the search has begun (while the model is captured) Ctrl-C aborts at once. If it arrives in a callback
+    that can't raise, of which torch has many, the search ends as soon as it has a plan.
     """
 
     def __init__(self) -> None:
@@ -52,4 +52,4 @@ class SearchProgress:
         again, self.stop_requested = self.stop_requested, True
         if again or not self.searching:
             raise KeyboardInterrupt
-        self.console.print("ending with the best plan so far; once more to give up", highlight=False)
+        self.console.print("stopping with the best plan so far; press Ctrl-C again to abort", highlight=False)

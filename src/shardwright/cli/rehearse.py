@@ -1,4 +1,4 @@
-"""`shardwright rehearse`: a plan for many devices, run here at small sizes and compared with one device."""
+"""`shardwright rehearse`: a plan for many devices, run on this machine, scaled down, and compared with one device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .models import MODEL, load_model
 
 def rehearse_parser() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Run a plan for many devices here, in one process: fewer devices, layers and smaller sizes, every "
-        "split, schedule, storage and recomputation as in the plan; and compare it with one device in float64."
+        description="Run a plan for many devices in this process: fewer devices and layers, smaller sizes, but every "
+        "split, schedule, storage and recomputation of the plan, and compare it with one device in float64."
     )
     parser.add_argument("plan", help='a plan file, or a plan string such as "dp=64,tp=8"')
-    parser.add_argument("--model", help=f"the model that it was made for: {MODEL}")
-    parser.add_argument("--batch", type=int, help="rows of the example, if other than the model's own example has")
-    parser.add_argument("--seq", type=int, default=128, help="length of the example of an hf: model")
-    parser.add_argument("--precision", choices=list(NAMED), help="what the plan is for, if it does not say so")
+    parser.add_argument("--model", help=f"the model of the plan: {MODEL}")
+    parser.add_argument("--batch", type=int, help="batch size of the example; default: that of the model's example")
+    parser.add_argument("--seq", type=int, default=128, help="sequence length of the example of an hf: model")
+    parser.add_argument("--precision", choices=list(NAMED), help="precision of the plan, if the plan does not name it")
     parser.add_argument(
-        "--outputs", choices=["all", "scalars"], help="scalars: only the loss leaves the model; usual for hf: models"
+        "--outputs", choices=["all", "scalars"], help="scalars: return only the loss; default for hf: models"
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the optimizer")
     parser.add_argument("--opaque", choices=["marked", "auto"], default="marked",
-                        help="auto: what can't be captured stays as it is")  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, help="where to keep the generated code; else it is thrown away")
+                        help="auto: submodules that can't be captured run eagerly")  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, help="where to write the generated code; default: discard it")
     return parser
 
 
 def run_rehearse(options: Namespace, console: Console) -> int:
-    """0 if the plan's program does what one device does, 1 if not."""
+    """0 if the plan's program matches one device, 1 if not."""
     if options.model is None:
-        raise InputError(f"a plan is rehearsed with the model that it was made for: --model {MODEL}")
+        raise InputError(f"rehearsing a plan needs its model: --model {MODEL}")
     if options.plan.endswith(".json") and not Path(options.plan).is_file():
         raise InputError(f"there is no file {options.plan}")
     module, example = load_model(options.model, options.batch, options.seq, meta=True)

@@ -1,4 +1,4 @@
-"""`shardwright simulate`: a schedule as a picture, and how long it takes."""
+"""`shardwright simulate`: a pipeline schedule as a picture, with its time, bubble and memory."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from ..schedule import USUAL, StageEdge, StageTimes, check, draw_run, in_flight,
 
 
 def simulate_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Draw a schedule of a pipeline, with the share of time in which devices wait, and what they keep."
-    )
+    parser = ArgumentParser(description="Draw a pipeline schedule, its bubble, and the microbatches in flight.")
     parser.add_argument("--schedule", default=USUAL.name, help=schedule_names())
-    parser.add_argument("--stages", type=int, default=4, help="how many")
-    parser.add_argument("--microbatches", type=int, default=8, help="how many")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward, for one microbatch")
-    parser.add_argument("--backward", type=float, default=1.0, help="of its backward, without the weights' gradients")
-    parser.add_argument("--weight", type=float, default=1.0, help="of the weights' gradients")
-    parser.add_argument("--link", type=float, default=0.0, help="of sending a value from one stage to the next")
-    parser.add_argument("--width", type=int, default=120, help="of the picture, in characters")
+    parser.add_argument("--stages", type=int, default=4, help="number of stages")
+    parser.add_argument("--microbatches", type=int, default=8, help="number of microbatches")
+    parser.add_argument("--forward", type=float, default=1.0, help="forward time of a stage, per microbatch")
+    parser.add_argument("--backward", type=float, default=1.0, help="backward time, without weight gradients")
+    parser.add_argument("--weight", type=float, default=1.0, help="time of the weight gradients")
+    parser.add_argument("--link", type=float, default=0.0, help="time to send an activation to the next stage")
+    parser.add_argument("--width", type=int, default=120, help="width of the picture in characters")
     return parser
 
 
 def run_simulate(options: Namespace, console: Console) -> int:
     for name in ("stages", "microbatches"):
         if getattr(options, name) < 1:
-            raise InputError(f"--{name} {getattr(options, name)} is none; at least 1")
+            raise InputError(f"--{name} {getattr(options, name)} must be at least 1")
     kind = schedule_kind(options.schedule)
     schedule = kind.make(options.stages, options.microbatches)
-    share = 1.0 / kind.stages_per_rank  # virtual stages share the work of a rank
+    share = 1.0 / kind.stages_per_rank  # a pipeline rank splits its work over its virtual stages
     times = StageTimes(
         forward=options.forward * share, backward=options.backward * share, weight=options.weight * share
     )
@@ -40,8 +38,7 @@ def run_simulate(options: Namespace, console: Console) -> int:
     console.print(draw_run(run, options.width), highlight=False, markup=False, soft_wrap=True)
     kept = max(in_flight(schedule)) * share
     console.print(
-        f"{run.total:g} in all; devices wait {100 * run.bubble:.1f} % of the time; at most {kept:g} microbatches are "
-        "kept on a device",
+        f"{run.total:g} in all; bubble {100 * run.bubble:.1f} %; at most {kept:g} microbatches in flight on a device",
         highlight=False,
     )
     return 0

@@ -1,11 +1,11 @@
-"""`shardwright train config.yaml`: a run from a file, with anything in it overridden on the command line.
+"""`shardwright train config.yaml`: a run from a config file, with overrides on the command line.
 
     shardwright train config.yaml --model.init_args.n_layer 24 --max_steps 1000
     torchrun --nproc-per-node 8 --no-python shardwright train config.yaml --resume last
     shardwright train config.yaml --mode compile
 
 The keys of a file are the arguments of `sw.Trainer`; classes are given as in Lightning's command line, by `class_path`
-and `init_args`. Modules beside the file and in the current directory are found.
+and `init_args`. Modules next to the file and in the current directory can be imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..train.setup import seed_everything
 
 MODES = ("fit", "validate", "compile", "profile")
 
-# What a file can say of an argument that takes anything in Python, and its default.
+# The type in a config file of arguments that take any object in Python, and their defaults.
 TYPES: dict[str, tuple[Any, Any]] = {
     "train_data": (Dataset, ...),
     "val_data": (Dataset | None, None),
@@ -41,7 +41,7 @@ DOCUMENTED_ARGUMENT = re.compile(r"^    (\w+): ((?:.|\n        )+)", re.MULTILIN
 
 
 def run_train(argv: Sequence[str]) -> int:
-    """Read the settings, make the trainer, run it; leave the other ranks if they were joined for it."""
+    """Read the settings, build the trainer and run it; leave the process group if it was joined for this run."""
     joined = dist.is_initialized()
     try:
         return _run(argv)
@@ -73,9 +73,9 @@ def run_compile_only(options: Namespace, parser: ArgumentParser) -> int:
     text = parser.dump(options, skip_unset=False)
     seed_everything(options.seed)
     try:
-        trainer = Trainer(**vars(parser.instantiate(options)))  # nothing else holds the model
+        trainer = Trainer(**vars(parser.instantiate(options)))  # no other reference to the model
     except ValueError as error:
-        if isinstance(error.__cause__, ShardwrightError):  # a group of settings that refuses a value
+        if isinstance(error.__cause__, ShardwrightError):  # an options object that refused a value
             raise error.__cause__ from None
         raise
     trainer.config = text
@@ -84,7 +84,7 @@ def run_compile_only(options: Namespace, parser: ArgumentParser) -> int:
 
 
 def split_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The config files, which come first or after --config, and the rest."""
+    """The config files (leading arguments or after --config), and the rest."""
     files: list[Path] = []
     left = list(argv)
     while left and not left[0].startswith("-"):
@@ -100,17 +100,20 @@ def split_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
             overrides.append(word)
     for file in files:
         if not file.is_file():
-            raise InputError(f"there is no file {file}; the first word after train is a config file (YAML)")
+            raise InputError(f"there is no file {file}; the first argument of train is a config file (YAML)")
     return files, overrides
 
 
 def train_parser() -> ArgumentParser:
-    """A parser made of the signature of `sw.Trainer`."""
+    """A parser built from the signature of `sw.Trainer`."""
     parser = ArgumentParser(
-        prog="shardwright train", description="Train a model, as a file says.", exit_on_error=False, allow_abbrev=False
+        prog="shardwright train",
+        description="Train a model from a config file.",
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="a file of settings (YAML)")
-    parser.add_argument("--mode", choices=MODES, default="fit", help="what to do; compile: plan and code alone")
+    parser.add_argument("--mode", choices=MODES, default="fit", help="compile: write plan and code without training")
     parser.add_class_arguments(Trainer, skip=set(TYPES))
     for name, (kind, default) in TYPES.items():
         parser.add_argument(f"--{name}", type=kind, **({"required": True} if default is ... else {"default": default}))
@@ -122,7 +125,7 @@ def train_parser() -> ArgumentParser:
 
 
 def keys_of(function: Any, *more: str) -> Keys:
-    """The keys that a file may have: the arguments of a function, with the fields of those that are dataclasses."""
+    """The keys of a config file: the arguments of a function, and the fields of those that are dataclasses."""
     hints = get_type_hints(function)
     keys: dict[str, Any] = dict.fromkeys(more)
     for name in inspect.signature(function).parameters:

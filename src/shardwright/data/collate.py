@@ -18,7 +18,7 @@ Ignore = Mapping[str | int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCollate:
-    """For samples of a map-style dataset. A replica without samples takes shapes from the first of the dataset."""
+    """Collate for map-style datasets. A replica without samples takes shapes from the first sample."""
 
     collate: Collate
     dataset: Any
@@ -29,7 +29,7 @@ class SampleCollate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareCollate:
-    """For a share of a stream: the batch, and what is to be known about it."""
+    """For a share of a stream: the batch and its metadata."""
 
     collate: Collate
 
@@ -39,7 +39,7 @@ class ShareCollate:
 
 
 def emptied(batch: Any) -> Any:
-    """A batch like another one, of no samples."""
+    """An empty batch with the shapes and dtypes of another."""
     if isinstance(batch, Tensor):
         return batch[:0] if batch.dim() else batch
     if isinstance(batch, Mapping):
@@ -61,6 +61,6 @@ def fill(batch: Any, ignore: Ignore, padding: int) -> Any:
         except (KeyError, IndexError, TypeError):
             raise InputError(f"ignore={dict(ignore)}: a batch of type {type(batch).__name__} has no {key!r}") from None
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-            raise InputError(f"ignore={dict(ignore)}: {key!r} of the batch is no tensor with a batch dim")
+            raise InputError(f"ignore={dict(ignore)}: {key!r} of the batch is not a tensor with a batch dim")
         tensor[tensor.shape[0] - padding :] = value
     return batch

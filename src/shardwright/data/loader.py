@@ -1,4 +1,4 @@
-"""A loader whose place can be saved: what the loop has seen, not what workers have fetched ahead.
+"""A loader whose position can be saved: what the loop has seen, not what workers have prefetched.
 
     for epoch in range(batches.epoch, epochs):
         for batch in batches:
@@ -7,8 +7,8 @@
 
     batches.load_state_dict(sw.load(path, model, optimizer).data)
 
-`iter` resumes from the place where the loop is, and a loop that comes to the end of an epoch is at
-the beginning of the next one.
+`iter` resumes from the position of the loop, and a loop at the end of an epoch is at the beginning
+of the next one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .stream import Stream, StreamShare, is_stream
 
 
 class Loader:
-    """Batches of a `DataLoader` or of anything that can be iterated, with a place that can be saved.
+    """Batches of a `DataLoader` or any iterable, with a position that can be saved.
 
-    A DataLoader with `batch_sampler=ReplicaBatchSampler(...)` resumes at once, and one whose dataset is a `Stream` as
-    that can (`loader` makes both). Anything else is iterated again from the start of the epoch, and what was seen is
-    left out; it must have the same order again: random samplers of torch draw from `seed` and the epoch here.
+    A DataLoader with `batch_sampler=ReplicaBatchSampler(...)` resumes at once, and so does a `Stream` whose dataset has
+    a state (`loader` builds both). Anything else is iterated again from the start of the epoch, skipping what was seen;
+    it must have the same order again: random samplers of torch draw from `seed` and the epoch here.
     """
 
     def __init__(
@@ -43,31 +43,31 @@ class Loader:
         self.data, self.seed, self.ignore = data, seed, dict(ignore or {})
         self._model = model if isinstance(model, ParallelModel) else None
         self.epoch = 0
-        self.row = 0  # global samples of this epoch that the loop has seen; batches, where samples can't be counted
-        self.total = 0  # samples of the global batch that the loop has
+        self.row = 0  # global samples of this epoch that the loop has seen; batches if samples can't be counted
+        self.total = 0  # samples of the current global batch
         self.whole = False  # whether every replica has all of them
         sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
         self._sampler = sampler if isinstance(sampler, ReplicaBatchSampler) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._state: Any = None  # of a stream that has one
+        self._state: Any = None  # of a stream, if it has one
         if self._sampler is not None:
             self.seed = self._sampler.seed
         source = self._sampler or self._stream
         self._sharing = source.sharing if source is not None else None
         if self._sharing is not None and self._sharing.last == "pad" and not self.ignore:
             raise InputError(
-                'last="pad" fills a batch up with rows that must not count: say how, such as ignore={"labels": -100} '
+                'last="pad" fills a batch up with padding samples: say how to ignore them, ignore={"labels": -100} '
                 '(of a dict) or ignore={1: -100} (of a tuple), or use last="keep" or "drop"'
             )
         if self._stream is not None and getattr(data, "persistent_workers", False):
-            raise InputError("persistent_workers=True: workers that stay are not told of another place in a stream")
+            raise InputError("persistent_workers=True: persistent workers don't learn of a new position in a stream")
         self._drawn_by_row = dataset if isinstance(dataset, SeededPerSample) else None
         if self._drawn_by_row is not None and getattr(data, "persistent_workers", False):
-            raise InputError("persistent_workers=True: workers that stay are not told of another epoch to draw by")
+            raise InputError("persistent_workers=True: persistent workers don't learn of a new epoch to seed by")
         self._draw_apart()
 
     def _draw_apart(self) -> None:
-        """Draw from a generator of its own: a run that resumes must not advance torch's by a second start."""
+        """Use a separate generator: resuming must not advance torch's a second time."""
         self._drawn = torch.Generator()
         if isinstance(self.data, DataLoader) and self.data.generator is None:
             self.data.generator = self._drawn
@@ -124,13 +124,13 @@ class Loader:
                 yield batch
 
     def __len__(self) -> int:
-        """The batches of a whole epoch, where that is known."""
+        """The number of batches of a full epoch, if known."""
         if self._stream is None:
             return len(self.data)  # type: ignore[arg-type]
         return self._stream.sharing.batches(len(self._stream.dataset))  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch, from its beginning. The same epoch goes on where the loop is."""
+        """Move to the beginning of another epoch; the same epoch continues where the loop is."""
         if epoch != self.epoch:
             self.epoch, self.row, self._state = epoch, 0, None
 
@@ -139,16 +139,16 @@ class Loader:
         self.row, self._state = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is: the same on all ranks."""
+        """The position of the loop, equal on all ranks."""
         state = self._sampler.state_dict() if self._sampler is not None else {"seed": self.seed}
         return {**state, "epoch": self.epoch, "row": self.row, "counts": self._counts, "stream": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a place, with this or another number of data-parallel replicas."""
+        """Resume from a position, with this or another number of data-parallel replicas."""
         if state.get("counts") != self._counts:
             raise InputError(
-                f"the place in the data was saved by {state.get('counts')}, and here is data that counts "
-                f"{self._counts}: give the same kind of data"
+                f"the position in the data was saved in {state.get('counts')}, but this data counts "
+                f"{self._counts}: use the same kind of data"
             )
         if self._sampler is not None:
             self._sampler.load_state_dict(state)
@@ -171,21 +171,21 @@ def loader(
     """Batches of a dataset, map-style or iterable, for this rank.
 
     batch    samples of a global batch, over all data-parallel replicas
-    model    what `sw.parallelize` gave: which samples this rank takes follows from it and its `inputs`. Without it
-             the whole batch is given, or the share of `rank` of `ranks`. A last batch that the groups can't share
-             evenly is given whole to every rank, and the model is told: it computes the same as on one device
-    shuffle  a new order every epoch, the same on all ranks, of `seed` and the epoch (map-style datasets only)
-    last     what is done with a smaller last batch: see `shardwright.data.Last`
-    ignore   with last="pad": how the labels of rows that don't count are marked, such as {"labels": -100}
-    workers  processes that fetch ahead
+    model    the result of `sw.parallelize`: it and its `inputs` decide which samples this rank gets. Without it
+             the global batch, or the share of `rank` of `ranks`. A last batch that replicas can't share
+             evenly goes to every rank, and the model is told: results are those of one device
+    shuffle  a new order every epoch, the same on all ranks, from `seed` and the epoch (map-style datasets only)
+    last     treatment of a smaller last batch: see `shardwright.data.Last`
+    ignore   with last="pad": how labels of padding samples are marked, such as {"labels": -100}
+    workers  processes that prefetch
     draw_by_row
-             what the dataset draws for a row comes from seed, epoch and row alone: the same after a stop, and with any
+             augmentation of a sample depends on seed, epoch and sample alone: the same after a stop and with any
              number of workers and ranks
-    sampler  an order of the rows of its own, instead of `shuffle`; what it draws follows from seed and epoch
+    sampler  a custom order of samples instead of `shuffle`; it draws from seed and epoch
     options  for `torch.utils.data.DataLoader`
     """
     if (rank is None) != (ranks is None):
-        raise InputError(f"rank={rank}, ranks={ranks}: give both or none")
+        raise InputError(f"rank={rank}, ranks={ranks}: pass both or none")
     mine, of = place_of(model) if rank is None or ranks is None else (rank, ranks)
     if last == "keep" and rank is None:
         last = "whole"
@@ -200,7 +200,7 @@ def loader(
     if sampler is None:
         batches = ReplicaBatchSampler(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
     elif shuffle:
-        raise InputError("a sampler gives the order of rows; leave out shuffle=True")
+        raise InputError("a sampler sets the order of samples; leave out shuffle=True")
     else:
         batches = SampledBatches(sampler, batch, rank=mine, ranks=of, seed=seed, last=last)
     bound = SampleCollate(collate=collate, dataset=dataset)
@@ -210,15 +210,15 @@ def loader(
 
 def _check_stream(shuffle: bool, draw_by_row: bool, sampler: Iterable[int] | None) -> None:
     if shuffle:
-        raise InputError("shuffle=True needs a dataset with numbers for its rows; let the stream shuffle itself")
+        raise InputError("shuffle=True needs a map-style dataset; let the stream shuffle itself")
     if draw_by_row:
-        raise InputError("draw_by_row=True needs a dataset with numbers for its rows; a stream draws as it likes")
+        raise InputError("draw_by_row=True needs a map-style dataset; a stream has its own randomness")
     if sampler is not None:
-        raise InputError("a sampler needs a dataset with numbers for its rows; let the stream give its own order")
+        raise InputError("a sampler needs a map-style dataset; a stream has its own order")
 
 
 def place_of(model: nn.Module | None) -> tuple[int, int]:
-    """Which share of a batch this rank passes to a model, of how many."""
+    """Which share of a batch this rank passes to a model, and of how many."""
     if not isinstance(model, ParallelModel) or model.input_mode == "global":
         return 0, 1
     if model.input_mode == "per_rank":

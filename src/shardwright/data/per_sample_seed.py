@@ -1,7 +1,7 @@
-"""A dataset with a seed per sample: what it draws depends on the seed, the epoch and the sample's index alone.
+"""A dataset with a seed per sample: its randomness depends on the seed, the epoch and the sample's index alone.
 
-Augmentation draws from the generators of the process that fetches a sample, which start anew when a run resumes, and
-differ with the number of workers. Here torch, Python and numpy are seeded for each sample, and restored after it.
+Augmentation draws from the generators of the process that fetches a sample. They restart when a run resumes, and differ
+with the number of workers. Here torch, Python and numpy are seeded for each sample, and restored after it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SeededPerSample(Dataset[Any]):
 
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Draw from a seed, in torch (on the CPU), Python and numpy; then as before."""
+    """Seed torch (on the CPU), Python and numpy within this context; then restore them."""
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

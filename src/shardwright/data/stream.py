@@ -1,17 +1,16 @@
-"""Rows of a stream: an iterable dataset that all ranks and all workers read alike.
+"""Samples of a stream: an iterable dataset that all ranks and all workers read alike.
 
-A stream has no numbers to give away, so everybody reads all of it and keeps what is theirs. Rows
-are put together to global batches in the order of the stream; worker w of W takes the batches
-w, w + W, ..., which is the order in which a DataLoader asks its workers; of each batch the group
-takes its share.
+A stream has no indices to divide, so everyone reads all of it and keeps a share. Samples form
+global batches in the order of the stream; worker w of W takes the batches w, w + W, ..., which is
+the order in which a DataLoader reads from its workers; of each batch a replica takes its share.
 
     stream      a b c d | e f g h | i j
-    worker 0    a b c d           | i j          of which group 0 takes  a b,  i
+    worker 0    a b c d           | i j          of which replica 0 takes  a b,  i
     worker 1              e f g h                                        e f
 
-Since all copies of the dataset read the same, the state of one that has a `state_dict` says where
-all of them are, with any number of groups and workers. Without one a run goes on by reading
-again from the start.
+Since all copies of the dataset read the same samples, the `state_dict` of one is the position of
+all, with any number of replicas and workers. Without a state a run resumes by reading again from
+the start.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from .samples import BatchShare, Last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamShare:
-    """What a group has of one global batch."""
+    """A replica's share of one global batch."""
 
     rows: list[Any]
-    like: Any  # a row of the batch, for a group that has none
-    total: int  # rows of the global batch
-    padding: int  # how many of `rows` only fill it up
-    state: dict[str, Any] | None  # of a dataset that has one, after this batch, and whether it has ended
+    like: Any  # a sample of the batch, for a replica that has none
+    total: int  # samples of the global batch
+    padding: int  # how many of `rows` are padding
+    state: dict[str, Any] | None  # of the dataset after this batch, if it has one, and whether it has ended
 
 
 class Stream(IterableDataset[StreamShare]):
-    """A group's share of every global batch of a stream. The dataset must give the same rows on all ranks.
+    """A replica's share of every global batch of a stream. The dataset must yield the same samples on all ranks.
 
-    `skip` rows are read and left out; or the dataset is given its `state` of a `Share`, if it is not None.
+    Skips `skip` samples, or restores the dataset from the `state` of a `StreamShare`, if not None.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Stream(IterableDataset[StreamShare]):
 
     @property
     def has_state(self) -> bool:
-        """Whether the dataset knows by itself where it is."""
+        """Whether the dataset can save its position."""
         return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
     def __iter__(self) -> Iterator[StreamShare]:
@@ -62,7 +61,7 @@ class Stream(IterableDataset[StreamShare]):
         mine, every = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        if self.state is not None and self.state["ended"]:  # what it says of itself may be its beginning
+        if self.state is not None and self.state["ended"]:  # its own state may already be its beginning
             return
         if self.has_state:
             state = copy.deepcopy(self._first if self.state is None else self.state["dataset"])
@@ -89,7 +88,7 @@ class Stream(IterableDataset[StreamShare]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset has no numbers for its rows."""
+    """Whether a dataset is iterable, not map-style."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 

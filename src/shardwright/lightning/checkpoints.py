@@ -1,8 +1,8 @@
 """Checkpoints of a Trainer in the format of `sw.save`: folders that another plan can load.
 
-What Lightning has to say besides weights and optimizers (loops, callbacks, schedulers, hyperparameters)
-is kept as `extra`. An ordinary file that Lightning wrote on one device can be loaded too: its weights
-into the pieces, and the states of optimizers if there are any.
+What Lightning saves besides weights and optimizers (loops, callbacks, schedulers, hyperparameters)
+is saved as `extra`. A file that Lightning wrote on one device can be loaded too: its weights into the
+shards, and optimizer states if there are any.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..errors import CheckpointError, InputError
 from ..runtime.optimizer.adopt import load_whole
 
 Names = Sequence[Sequence[str]]
-SHARDED_KEYS = ("state_dict", "optimizer_states")  # what is written in pieces
+SHARDED_KEYS = ("state_dict", "optimizer_states")  # what is written in shards
 
 
 def check_hyperparameters(*holders: Any) -> None:
-    """Refuse at the start what could not be saved at the end of an epoch."""
+    """Refuse before training what could not be saved later."""
     for holder in holders:
         for name, value in dict(getattr(holder, "hparams", None) or {}).items():
             try:
@@ -34,20 +34,20 @@ def check_hyperparameters(*holders: Any) -> None:
             except InputError as error:
                 raise InputError(
                     f"the hyperparameter {name} of {type(holder).__name__} is a {type(value).__name__}, which a "
-                    f"checkpoint can't hold without running code when it is loaded; leave it out: "
+                    f"checkpoint can't store without running code on loading; leave it out: "
                     f"self.save_hyperparameters(ignore=[{name!r}])"
                 ) from error
 
 
 def save(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
-    """Write what Lightning collected; weights and optimizers are taken from where they are."""
+    """Write what Lightning collected; weights and optimizers are read from the model."""
     rest = {name: value for name, value in checkpoint.items() if name not in SHARDED_KEYS}
     saved_optimizers = list(optimizers) if "optimizer_states" in checkpoint else None
     save_state(path, model, saved_optimizers, extra={"lightning": rest}, step=checkpoint.get("global_step"))
 
 
 def names_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Names:
-    """What the parameters of optimizers are called, in their order; nothing if they are not of the model."""
+    """The names of the optimizers' parameters, in order; empty if they are not the model's."""
     known = {id(parameter): key for key, parameter in model.named_parameters()}
     return [
         [known.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
@@ -58,19 +58,19 @@ def names_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Names:
 def load(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, io: Any, names: Names
 ) -> dict[str, Any]:  # fmt: skip
-    """Put a checkpoint in its places, and return what Lightning said when it was saved."""
+    """Restore a checkpoint, and return what Lightning saved in it."""
     if path.is_file():
         return _load_file(path, model, optimizers, strict, io, names)
     loaded = load_state(path, model, list(optimizers) or None, strict=strict)
     if "lightning" not in loaded.extra:
-        raise CheckpointError(f"{path} was not saved by a Trainer of Lightning: load it with sw.load")
+        raise CheckpointError(f"{path} was not saved by a Lightning Trainer: load it with sw.load")
     return {"state_dict": {}, "optimizer_states": [], **loaded.extra["lightning"]}
 
 
 def _load_file(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool, io: Any, names: Names
 ) -> dict[str, Any]:  # fmt: skip
-    """A file that Lightning wrote on one device: whole tensors, of which each rank takes its pieces."""
+    """A file that Lightning wrote on one device: full tensors, of which each rank takes its shards."""
     contents: dict[str, Any] = io.load_checkpoint(path, weights_only=True)
     model.load_state_dict(contents["state_dict"], strict=strict)
     census = KeyOwners(model)

@@ -25,30 +25,30 @@ from .steps import SLOTS, StepEffects, stepping, without_text
 
 
 class CompiledModule(Protocol):
-    """What the strategy asks of a module that is compiled."""
+    """What the strategy needs of a compiled module."""
 
     module: LightningModule
     options: Mapping[str, Any]
 
     @property
     def model(self) -> nn.Module:
-        """What a checkpoint is made of."""
+        """The module that checkpoints save."""
 
     def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a step of the module."""
 
     def no_sync(self) -> Any:
-        """Put the sync of gradients off."""
+        """Defer the gradient sync."""
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make optimizers that were made of the pieces work on them."""
+        """Adopt optimizers that were built on the shards."""
 
     def data_place(self) -> tuple[int, int] | None:
-        """Which data-parallel group this rank is in, and how many there are; None if that is not known yet."""
+        """The data-parallel replica of this rank and their number; None if not known yet."""
 
 
 class CompiledSteps:
-    """The steps of a module as programs. The module shows the pieces from then on."""
+    """The steps of a module as programs. The module shows the shards from then on."""
 
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], options: Mapping[str, Any], device: torch.device
@@ -58,10 +58,10 @@ class CompiledSteps:
         shell = stepping(module, self._book)
         result = parallelize(shell, optimizers[0] if optimizers else None, **options)
         self.model: ParallelModel = result[0] if optimizers else result
-        self.model.stand_for(module, harmless="lightning.")  # whose summary has hooks that note shapes
+        self.model.stand_for(module, harmless="lightning.")  # its model summary registers hooks that record shapes
 
     def prepare(self, step: str, batch: Any) -> None:
-        """Compile for a step, and show the pieces in the module, whose parts train or not as they did."""
+        """Compile for a step and put the shards in the module; its submodules keep their train or eval mode."""
         flags = [submodule.training for submodule in self.module.modules()]
         if step != "training_step":
             self.module.eval()
@@ -84,13 +84,13 @@ class CompiledSteps:
         if self.module._parameters is not self.model._parameters:
             self._show()
         for effect in self._book.effects:
-            if isinstance(effect, Append):  # a list that a step appends to is no constant of it
+            if isinstance(effect, Append):  # a list that a step appends to is not constant
                 self.model.forget(effect.name)
         self._book.do(self.module, result["effects"])
         return result["result"]
 
     def _show(self) -> None:
-        """Have the pieces in the module itself; metrics stay the module's own, and forward is a program too."""
+        """Put the shards in the module itself; metrics stay the module's own, and forward becomes a program too."""
         metrics = outermost(self.module)
         module, model = self.module, self.model
         for slot in SLOTS:
@@ -115,7 +115,7 @@ class CompiledSteps:
 
 
 class CompiledParts:
-    """Submodules that are compiled, in a module that runs as it is."""
+    """Compiled submodules in a module that otherwise runs eagerly."""
 
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], parts: Any, options: Mapping[str, Any]
@@ -123,7 +123,7 @@ class CompiledParts:
         self.module, self.options = module, options
         strange = sorted(set(options) - {"plan", "inputs", "seed", "directory", "opaque"})
         if strange:
-            raise InputError(f"{', '.join(strange)}: these are for a step that is compiled whole, not for parts")
+            raise InputError(f"{', '.join(strange)}: only for compiled steps, not for parts=")
         _untoggle_what_was_compiled_meanwhile(module)
         replace_parts(
             module, optimizers, parts, options["plan"], start(), options["inputs"], accumulate=1,
@@ -158,7 +158,7 @@ class CompiledParts:
 
 
 def _untoggle_what_was_compiled_meanwhile(module: LightningModule) -> None:
-    """`untoggle_optimizer` thaws what `toggle_optimizer` has frozen: also parameters that are pieces since then."""
+    """`untoggle_optimizer` restores what `toggle_optimizer` has frozen, also parameters that were sharded since."""
     originals, untoggle = dict(module.named_parameters()), module.untoggle_optimizer
 
     def untoggle_optimizer(optimizer: Any) -> None:
@@ -179,7 +179,7 @@ def _adopt(optimizers: Sequence[Optimizer], pieces: Iterable[nn.Parameter]) -> N
 
 
 def heavy_parts(module: LightningModule) -> list[str]:
-    """The children that have parameters; of containers that are never called, what they hold."""
+    """The children that have parameters; for containers that are never called, their children."""
     paths: list[str] = []
 
     def look(at: nn.Module, path: str) -> None:
@@ -198,14 +198,14 @@ def heavy_parts(module: LightningModule) -> list[str]:
 
 @contextmanager
 def _ordinary() -> Iterator[None]:
-    """Within this no tensors of inference mode are made: a program keeps some that training uses too."""
+    """Leave inference mode: a program caches tensors that training uses too."""
     gradients = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield
 
 
 def _places(module: LightningModule, step: str) -> dict[str, Any]:
-    """What a step takes besides its batch, as far as Lightning gives it: None for what is not known."""
+    """The arguments of a step besides its batch, as Lightning passes them; None if unknown."""
     if step == "forward":
         return {}
     taken = _taken(getattr(type(module), step))
@@ -214,5 +214,5 @@ def _places(module: LightningModule, step: str) -> dict[str, Any]:
 
 @cache
 def _taken(step: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a step takes after itself and its batch."""
+    """The names of a step's arguments after self and the batch."""
     return tuple(inspect.signature(step).parameters)[2:]

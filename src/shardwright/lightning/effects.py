@@ -1,11 +1,11 @@
-"""What a step does besides computing: it logs, it asks metrics, it appends to lists of its module.
+"""Side effects of a step: it logs, calls metrics, appends to lists of its module.
 
-A step is captured once and run many times as a program of tensors. So while it is captured, these
-calls are written in a book instead of done, and the tensors they were captured become outputs of the
-program. After each run they are done in their order, with the values of that run.
+A step is captured once and run many times as a program of tensors. During capture these calls are
+recorded instead of executed, and their tensors become outputs of the program. After each run they are
+executed in order, with the values of that run.
 
     self.log("loss", loss)              Log
-    self.accuracy(logits, labels)       Asked, a metric of torchmetrics; its answer is Pending meanwhile
+    self.accuracy(logits, labels)       MetricCall, of torchmetrics; its result is Pending meanwhile
     self.outputs.append(loss)           Append
 """
 
@@ -27,7 +27,7 @@ from ..errors import CaptureError
 
 
 class Untouchable:
-    """Stands for what a step may have in its hands, and may not look at. `why` says what to do instead."""
+    """A placeholder that a step may pass on but not inspect. `why` says what to do instead."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -46,26 +46,26 @@ class Untouchable:
 
 
 class Pending(Untouchable):
-    """The answer of a metric that is asked later. It can be logged, and nothing else."""
+    """The result of a metric that is called later. It can only be logged."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
-            "a step uses the answer of a metric, and metrics are asked after the compiled step has run; log the "
-            "metric, or leave the step as it is and compile submodules: ShardwrightStrategy(parts=[...])"
+            "a step uses the result of a metric, but metrics are called after the compiled step has run; log the "
+            "metric, or run the step eagerly and compile submodules: ShardwrightStrategy(parts=[...])"
         )
         self.number = number
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRef:
-    """A metric, by its place in the module."""
+    """A metric by its path in the module."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A call of self.log or self.log_dict; `value` is what was logged if that is no tensor of the program."""
+    """A call of self.log or self.log_dict; `value` is the logged value if it is not a tensor of the program."""
 
     method: str
     args: tuple[Any, ...]
@@ -98,7 +98,7 @@ class MetricCall:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Something was appended to a list that is an attribute of the module."""
+    """An append to a list attribute of the module."""
 
     name: str
 
@@ -111,14 +111,14 @@ Effect = Log | MetricCall | Append
 
 @dataclass
 class EffectLog:
-    """All effects that were ever noted, by number, and the tensors of those of the step that is captured."""
+    """All recorded effects, by number, and the tensors of those of the step being captured."""
 
     effects: list[Effect] = field(default_factory=list)
     captured: dict[str, Any] | None = None  # by number, while a step is captured
     paths: dict[int, str] = field(default_factory=dict)  # of the metrics of the module that is captured
 
     def note(self, effect: Effect, values: Any) -> int:
-        """Put an effect off. Its tensors become outputs of the program."""
+        """Record an effect. Its tensors become outputs of the program."""
         assert self.captured is not None
         number = len(self.effects)
         self.effects.append(effect)
@@ -126,7 +126,7 @@ class EffectLog:
         return number
 
     def do(self, module: LightningModule, values: Mapping[str, Any]) -> None:
-        """Do what a step has put off, with tensors that have no history."""
+        """Execute the recorded effects of a step, with detached tensors."""
         values = pytree.tree_map_only(Tensor, torch.Tensor.detach, values)
         answers: dict[int, Any] = {}
         for number in sorted(map(int, values)):
@@ -155,7 +155,7 @@ def is_metric(module: object) -> bool:
 
 @contextmanager
 def noting(module: LightningModule, book: EffectLog) -> Iterator[None]:
-    """Within this the metrics of a module note what they are asked."""
+    """Within this context the metrics of a module record their calls."""
     metrics = {path: metric for path, metric in module.named_modules() if is_metric(metric)}
     before = {
         path: {name: vars(submodule)[name] for name in METRIC_METHODS if name in vars(submodule)}

@@ -1,7 +1,7 @@
-"""A batch to compile for, before any step runs: the first one that the dataloader gives.
+"""An example batch to compile for, before any step runs: the first one of the dataloader.
 
-Parameters are laid out for training, and Lightning validates before it trains. So the training
-dataloader is looked at when the strategy is set up, as the loop will read it, and left as it was.
+Parameters are laid out for training, but Lightning validates before it trains. So the strategy's setup
+reads a batch of the training dataloader, as the loop will, and restores the dataloader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = {
 
 
 def example_of(strategy: Any, trainer: Trainer, example: Any) -> tuple[str, Any] | None:
-    """The step that comes first and a batch for it; None if there is nothing to look at."""
+    """The first step and a batch for it; None if there is no dataloader."""
     assert trainer.state.fn is not None
     step, name = STEPS[trainer.state.fn]
     if example is not None:
@@ -43,7 +43,7 @@ def example_of(strategy: Any, trainer: Trainer, example: Any) -> tuple[str, Any]
 
 
 def _moved(strategy: Any, trainer: Trainer, batch: Any) -> Any:
-    """A batch as a step sees it."""
+    """A batch as a step gets it."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return strategy.batch_to_device(batch, dataloader_idx=0)

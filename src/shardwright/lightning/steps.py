@@ -1,11 +1,11 @@
-"""A LightningModule whose call is one of its steps: what is captured in the place of `forward`.
+"""A LightningModule whose call is one of its steps, captured in place of `forward`.
 
     steps = stepping(module, book)
     steps("training_step", batch)   ->   {"result": loss, "effects": {...}}
 
-`stepping` gives an object of a class under the user's that shares modules and parameters with the
-original, so that keys and names stay what they are. In a step `self(x)` is the user's forward. What
-a step asks of the trainer differs from call to call, and a program has it fixed: that is refused.
+`stepping` returns an object of a subclass of the user's class that shares modules and parameters with
+the original, so that keys and names stay. In a step `self(x)` is the user's forward. What a step reads
+from the trainer differs from call to call but would be constant in a program: that is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..errors import CaptureError
 from .effects import Append, EffectLog, Untouchable, note_log, noting
 
 ADVICE = (
-    "a compiled step would have it fixed; compute it outside of the step, or compile only the heavy submodules and "
-    "leave the step as it is: ShardwrightStrategy(parts=[...])"
+    "it would be constant in a compiled step; compute it outside of the step, or compile only the heavy submodules and "
+    "run the step eagerly: ShardwrightStrategy(parts=[...])"
 )
 SLOTS = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, set, deque)
@@ -43,20 +43,20 @@ def _refused(name: str) -> Any:
 
 
 class Unknown(Untouchable):
-    """What a step is given that a program can't have fixed, such as the number of a batch."""
+    """An argument of a step that can't be constant in a program, such as the batch index."""
 
     def __init__(self, name: str, step: str) -> None:
         super().__init__(_why(name, step))
 
 
 class StepEffects(EffectLog):
-    """The book of effects, and the name of the step that is captured."""
+    """The recorded effects, and the name of the step being captured."""
 
     step: str = "the step"
 
 
 class Stepping(LightningModule):
-    """What is put over the user's class. `forward` is a step from outside, and the user's forward in a step."""
+    """Base of the subclass of the user's class. `forward` is a step from outside, and the user's forward in a step."""
 
     _book: StepEffects
     _original: ClassVar[type[LightningModule]]
@@ -111,12 +111,12 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _shared(value: Any) -> Any:
-    """A plain attribute for the copy: a container of its own, so that the original's is not changed by a capture."""
+    """A plain attribute for the copy: containers are copied, so that capture does not change the original's."""
     return copy.copy(value) if type(value) in CONTAINERS else value
 
 
 def stepping(module: LightningModule, book: StepEffects) -> LightningModule:
-    """The module as something that is called with the name of a step and its arguments."""
+    """The module as a callable that takes the name of a step and its arguments."""
     original = type(module)
     kind = type(original.__name__, (Stepping, original), {"__module__": original.__module__, "_original": original})
     stand_in: LightningModule = object.__new__(kind)
@@ -127,7 +127,7 @@ def stepping(module: LightningModule, book: StepEffects) -> LightningModule:
 def _run(
     module: Stepping, step: str, batch: Any, odd: Sequence[int], places: Mapping[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    """Run a step with its effects put off. `places` has by name what else it is given; None stands for unknown."""
+    """Run a step and record its effects. `places` has its other arguments by name; None means unknown."""
     book, before = module._book, Attributes(module)
     book.step, book.captured = step, {}
     rest = {name: Unknown(name, step) if value is None else value for name, value in places.items()}
@@ -153,7 +153,7 @@ def _method(module: Stepping, step: str) -> Callable[..., Any]:
 
 
 class Attributes:
-    """The plain attributes of a module before a step. It may append to lists; any other change would happen once."""
+    """The plain attributes of a module before a step. It may append to lists; other changes would happen only once."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -161,7 +161,7 @@ class Attributes:
         self._before = {name: copy.copy(value) for name, value in self._attributes.items() if type(value) in CONTAINERS}
 
     def appended(self, step: str) -> Iterator[tuple[str, Any]]:
-        """What was appended to which list. Refuses a step that has changed anything else."""
+        """The appended values by list. Refuses a step that has changed anything else."""
         after = {name: value for name, value in vars(self._module).items() if name not in SLOTS}
         changed = {
             name for name, value in after.items() if name not in self._attributes or self._attributes[name] is not value
@@ -176,13 +176,13 @@ class Attributes:
         if changed:
             some = ", ".join(f"self.{name}" for name in sorted(changed))
             raise CaptureError(
-                f"{step} sets {some}, which a compiled step can't: return it, append it to a list, make it a buffer "
-                "(register_buffer), or leave the step as it is with ShardwrightStrategy(parts=[...])"
+                f"{step} sets {some}, impossible in a compiled step: return it, append it to a list, make it a buffer "
+                "(register_buffer), or run the step eagerly with ShardwrightStrategy(parts=[...])"
             )
         return iter(grown)
 
     def restore(self) -> None:
-        """As it was before the step."""
+        """Restore the attributes as before the step."""
         for name in [name for name in vars(self._module) if name not in SLOTS and name not in self._attributes]:
             del vars(self._module)[name]
         vars(self._module).update(self._attributes)
@@ -194,12 +194,12 @@ class Attributes:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What is in a container, for comparing by identity."""
+    """The items of a container, for comparing by identity."""
     return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
 
 
 def without_text(batch: Any) -> tuple[Any, tuple[int, ...]]:
-    """A batch without text and other objects, each of which would ask for a program of its own, and where they were."""
+    """A batch without text and other objects, each of which would need a specialization, and their positions."""
     _register(batch)
     leaves, spec = pytree.tree_flatten(batch)
     odd = tuple(at for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor | int | float | None))
@@ -207,7 +207,7 @@ def without_text(batch: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _register(batch: Any) -> None:
-    """Teach torch's pytrees dicts of an own kind, such as the BatchEncoding of transformers."""
+    """Register dict-like classes with torch's pytrees, such as the BatchEncoding of transformers."""
     kind = type(batch)
     if isinstance(batch, UserDict) and kind not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(

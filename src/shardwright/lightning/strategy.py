@@ -1,10 +1,10 @@
-"""The strategy: a LightningModule compiled for all processes of a Trainer.
+"""The strategy: compiles a LightningModule for all processes of a Trainer.
 
     Trainer(strategy=ShardwrightStrategy(plan="auto"), devices=8).fit(module)
 
-By default the steps of the module are what is compiled (`steps.py`): with training_step the loss is
-inside of the program. With `parts=[...]`, and under manual optimization, submodules are compiled each
-on its own and steps run as they are. Checkpoints are folders of `sw.save`.
+By default the steps of the module are compiled (`steps.py`): with training_step the loss is part of
+the program. With `parts=[...]`, and under manual optimization, submodules are compiled separately and
+steps run eagerly. Checkpoints are folders of `sw.save`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class ShardwrightStrategy(ParallelStrategy):
     """Trains a LightningModule under a plan.
 
     plan        as in sw.parallelize: "auto", a plan string, a Plan, the path of a plan file, a function
-    parts       compile these submodules, each at its first call, and leave the steps as they are. Without it the
+    parts       compile these submodules, each at its first call, and run the steps eagerly. Without it the
                 steps are compiled; under manual optimization, every child that has parameters
-    inputs      "global": a batch of the dataloader is the global batch, on every rank the same, so that a run under any
-                plan is the run of one device; "per_replica": each data-parallel group loads batches of its own;
+    inputs      "global": the dataloader yields the global batch, the same on every rank, so that a run under any
+                plan equals the run of one device; "per_replica": each data-parallel replica loads its own samples;
                 "per_rank": each rank does
-    example     a batch to compile for; without it the first one of the dataloader is looked at
-    weights     where parameters on meta get their values: by the path of a submodule, "" for the whole, a
-                safetensors file or a folder of Hugging Face
+    example     a batch to compile for; default: the first one of the dataloader
+    weights     values of parameters on meta: by the path of a submodule, "" for the module, a
+                safetensors file or a Hugging Face folder
     timeout     of the process group
     options     further keyword arguments of sw.parallelize: cluster, memory, constraints, microbatches, ...
     """
@@ -70,14 +70,14 @@ class ShardwrightStrategy(ParallelStrategy):
         self._parts, self._example, self._weights = parts, example, dict(weights or {})
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.num_nodes = 1
-        self._names: checkpoints.Names = []  # of what optimizers hold, as they were made
+        self._names: checkpoints.Names = []  # of the optimizers' parameters
         self.compiled: CompiledModule | None = None
 
     # -- processes ---------------------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks load rows of their own: Lightning asks this before it puts its own sampler in a dataloader."""
+        """Whether ranks load different samples: if so, Lightning adds its own sampler to the dataloaders."""
         return bool(self._options["inputs"] != "global")
 
     @property
@@ -96,7 +96,7 @@ class ShardwrightStrategy(ParallelStrategy):
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tell the environment who this process is."""
+        """Set the ranks of this process in the cluster environment."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -108,9 +108,9 @@ class ShardwrightStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         cpu = self.root_device.type == "cpu"
-        if self.world_size > 1:  # where the runtime looks for its device and its node
+        if self.world_size > 1:  # the runtime reads its device and node from here
             os.environ.update(LOCAL_RANK=str(self.local_rank), LOCAL_WORLD_SIZE=str(self.num_processes))
-        if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # alone, a process takes the GPU that it has
+        if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # a single process uses its GPU
             backend = backend_for(self.root_device.type)
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if not self.is_distributed:  # dataloaders shuffle alike
@@ -134,18 +134,18 @@ class ShardwrightStrategy(ParallelStrategy):
             self.compiled = vars(module)[MARK] = self._compile(trainer, module)
         elif fitting:
             known.adopt(self.optimizers)
-        self.optimizers = self.optimizers  # what Lightning puts around them looks at them as they are now
+        self.optimizers = self.optimizers  # rebuilds Lightning's wrappers around them
         self.setup_precision_plugin()
         checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
 
     def _known(self, module: LightningModule) -> CompiledModule | None:
-        """The module as a Trainer before this one compiled it: it has nothing but pieces."""
+        """The module as compiled by an earlier Trainer: it has only shards left."""
         known: CompiledModule | None = vars(module).get(MARK)
         for name in ("plan", "inputs"):
             if known is not None and known.options[name] != self._options[name]:
                 raise InputError(
-                    f"{type(module).__name__} was compiled with {name}={known.options[name]!r} and holds those pieces; "
-                    f"for {name}={self._options[name]!r} make a new one and load it: fit(new, ckpt_path=...)"
+                    f"{type(module).__name__} was compiled with {name}={known.options[name]!r} and holds those shards; "
+                    f"for {name}={self._options[name]!r} create a new one and load it: fit(new, ckpt_path=...)"
                 )
         return known
 
@@ -165,23 +165,23 @@ class ShardwrightStrategy(ParallelStrategy):
         return compiled
 
     def _mixed(self) -> dict[str, Any]:
-        """Lightning's autocast as a precision of ours, which the search for a plan knows about."""
+        """Lightning's autocast as a `Precision`, which the search knows about."""
         plugin = self.precision_plugin
         if "precision" in self._options and type(plugin) is not LightningPrecision:
             raise InputError(
-                f"precision is said twice: by the Trainer ({plugin.precision}) and by the strategy "
-                f"({self._options['precision']}); say it once"
+                f"precision is set twice: by the Trainer ({plugin.precision}) and by the strategy "
+                f"({self._options['precision']}); set it once"
             )
         if not isinstance(plugin, MixedPrecision):
             return {}
         return {"precision": {"compute": "bfloat16" if plugin.precision == "bf16-mixed" else "float16"}}
 
     def model_to_device(self) -> None:
-        """Pieces are made where they belong."""
+        """Shards are created on their devices."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules are made on the CPU, or with parameters on meta: a rank gets its pieces of them."""
+        """Create modules on the CPU, or with parameters on meta: a rank takes its shards of them."""
         with ExitStack() as stack:
             if empty_init:
                 stack.enter_context(torch.device("meta"))
@@ -202,21 +202,21 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _step(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self.compiled is not None
-        with nullcontext() if "precision" in self.compiled.options else context():  # else it is in the program
+        with nullcontext() if "precision" in self.compiled.options else context():  # else the program has it
             return self.compiled.step(name, args, kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients add up until the last batch of an accumulation."""
+        """Gradients accumulate without sync until the last batch."""
         assert self.compiled is not None
         with self.compiled.no_sync():
             yield
 
-    # -- talk --------------------------------------------------------------------------------------
+    # -- communication -----------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which rows this rank loads: those of its data-parallel group."""
+        """Which samples this rank loads: those of its data-parallel replica."""
         rank, size = self._data_place()
         return {"num_replicas": size, "rank": rank}
 
@@ -225,7 +225,7 @@ class ShardwrightStrategy(ParallelStrategy):
         if inputs != "per_replica":
             return (0, 1) if inputs == "global" else (self.global_rank, self.world_size)
         known = self.compiled.data_place() if self.compiled is not None else None
-        if known is None:  # an example is looked at: how many rows it has is what counts
+        if known is None:  # only an example is loaded: its batch size is what counts
             known = 0, count_replicas(self._options["plan"], here())
         return known
 
@@ -242,7 +242,7 @@ class ShardwrightStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over data-parallel groups: ranks that hold parts of one replica have the same value, which counts once."""
+        """Over data-parallel replicas: ranks of one replica have the same value, which counts once."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         how = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
@@ -254,11 +254,11 @@ class ShardwrightStrategy(ParallelStrategy):
         return tensor
 
     def _data_groups(self) -> int:
-        """How many groups have values of their own rows: what is computed of gathered rows is the same everywhere."""
+        """How many replicas have their own values: what is computed from gathered samples is the same everywhere."""
         return self._data_place()[1] if self._options["inputs"] == "per_replica" else 1
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """What all ranks, or any of them, decide."""
+        """Logical and (or or) over all ranks."""
         decided = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
             dist.all_reduce(decided, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
@@ -279,7 +279,7 @@ class ShardwrightStrategy(ParallelStrategy):
         return self.compiled.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """That of this rank's pieces; a checkpoint is written from the optimizer itself."""
+        """The state of this rank's shards; a checkpoint is written from the optimizer itself."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return inner.state_dict()
 
@@ -303,7 +303,7 @@ class ShardwrightStrategy(ParallelStrategy):
         """Done when the checkpoint was loaded."""
 
     def teardown(self) -> None:
-        """The pieces stay where they are, for what comes after fit."""
+        """The shards stay on their devices for use after fit."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -1,4 +1,8 @@
-"""Rules put to the test: an op is run whole and in pieces, to check what was written and to find what was not."""
+"""Test rules by running ops: globally and on shards, to check written rules and to discover missing ones.
+
+Read `check.py` (is a split right?), `splits.py` (checks every split of a plan), `samples.py`, `search.py`, `wording.py`
+and `discover.py` (find a rule for an unknown op), `custom_ops.py` (rules of `register_op`).
+"""
 
 from .check import check_role
 from .discover import discover, probing

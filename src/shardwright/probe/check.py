@@ -1,9 +1,9 @@
-"""Is a split what the rule says it is? Run the op on pieces, put the results together, compare with the whole.
+"""Is a split what the rule says it is? Run the op on shards, recombine the results, compare with the global op.
 
-For one op and one role the signature gives layouts. Every rank gets its pieces of the inputs and runs
-the op with the local sizes of lower.local. What comes out must lie in the layouts of the outputs, and
-the gradients that come back in the gradient layouts of the inputs. The ranks are a loop: ops whose
-pieces talk to each other (algorithms) can't be checked here.
+For one op and one role the signature gives layouts. Every rank gets its shards of the inputs and runs
+the op with the local sizes of lower.local. The outputs must have the layouts of the signature, and
+the gradients the gradient layouts of the inputs. The ranks are a loop: ops whose shards communicate
+(algorithms) can't be checked here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Run = Callable[[Op, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class WrongSplit(RuleError):
-    """A split that does not recombine; `details` says which and how, without the op."""
+    """A split that does not recombine; `details` says which and how, without naming the op."""
 
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
@@ -51,14 +51,14 @@ def mesh_of(parts: int) -> Mesh:
 
 
 def parts_of(units: int) -> tuple[int, ...]:
-    """Into how many pieces `units` units are split to see whether it can be: 2 and 3, no piece empty (4 for 3)."""
+    """The numbers of shards to test `units` units with: 2 and 3, no shard empty (4 for 3)."""
     return tuple(parts for parts in (2, 3, 4) if (parts - 1) * -(-units // parts) < units)[:2]
 
 
 def check_role(
     analysis: Analysis, op: Op, role: str, parts: int, inputs: Sequence[Tensor], run: Run = run_plain
 ) -> bool:
-    """Raise a RuleError unless the split is right; False where an algorithm does it, which has tests of its own.
+    """Raise a RuleError unless the split is right; False if an algorithm does it, which has its own tests.
 
     `inputs` are the global inputs. `role` is a choice of the op's signature: a role, or "partial:1".
     """
@@ -107,7 +107,7 @@ class SplitTrial:
             values = _run(self.program, dict(zip(self.here.inputs, local, strict=True)), self.mesh, index, run)
         except Exception as error:
             shapes = ", ".join(str(list(x.shape)) for x in local)
-            raise self.wrong(f"it does not run on pieces {shapes}: {str(error).splitlines()[0]}") from error
+            raise self.wrong(f"it does not run on shards {shapes}: {str(error).splitlines()[0]}") from error
         outputs = [values[name] for name in self.op.outputs]
         back = [
             None if g is None else local_value(g, layouts[name].gradient(), self.mesh, index)
@@ -116,7 +116,7 @@ class SplitTrial:
         try:
             return outputs, backward(outputs, back, local)
         except RuntimeError as error:
-            raise self.wrong(f"its backward does not run on pieces: {str(error).splitlines()[0]}") from error
+            raise self.wrong(f"its backward does not run on shards: {str(error).splitlines()[0]}") from error
 
     def judge(self, ranks: Sequence[Outcome]) -> None:
         """Raise a RuleError if the ranks' outputs don't recombine to the global ones."""
@@ -137,7 +137,7 @@ class SplitTrial:
 
 
 def local_op(analysis: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[LoweredProgram, Op]:
-    """The op as a program of its own, with the layouts that the role gives it."""
+    """A program of this op alone, with the layouts of the role."""
     inputs, outputs = analysis.signatures[op.name].layouts({AXIS: role}, mesh)
     names = tuple(f"{name}@use{at}" for at, name in enumerate(op.inputs))  # one value may be read in two layouts
     values, layouts = dict(analysis.graph.values), {}
@@ -167,7 +167,7 @@ def _numbers(value: Any, mesh: Mesh, index: int) -> Any:
 
 
 def local_value(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
-    """What a rank gets of a tensor; a partial value enters as terms that sum to it."""
+    """A rank's shard of a tensor; a pending sum enters as random terms that add up to it."""
     x = local_shard(x, layout, mesh, index).clone()
     if not isinstance(layout.placement(AXIS), Partial):
         return x
@@ -188,7 +188,7 @@ def local_shard(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
 def backward(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The gradient of every input, None where it has none."""
+    """The gradient of every input, None if it has none."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad and g is not None]
     needed = [x for x in inputs if x.requires_grad]
     if not pairs or not needed:
@@ -207,12 +207,12 @@ def apart(shards: Sequence[Tensor | None], expected: Tensor, layout: Layout, mes
     placement = layout.placement(AXIS)
     if isinstance(placement, Partial):
         if len({x.shape for x in mine}) > 1:
-            return f"has the shapes {', '.join(str(list(x.shape)) for x in mine)}, which can't be added"
+            return f"has shapes {', '.join(str(list(x.shape)) for x in mine)}, which can't be added"
         mine = [_reduce(mine, placement.op)]
     for index, x in enumerate(mine):
         theirs = local_shard(expected, layout, mesh, index)
         if x.shape != theirs.shape:
-            return f"has the shape {list(x.shape)} on rank {index}, not {list(theirs.shape)}"
+            return f"has shape {list(x.shape)} on rank {index}, not {list(theirs.shape)}"
         off = difference(x, theirs)
         if off:
             return off
@@ -230,17 +230,17 @@ _WIDER = {
 
 
 def _comparable(x: Tensor) -> Tensor:
-    """The same numbers in a dtype that they can be added and compared in, which not all can be."""
+    """The same values in a dtype that supports addition and comparison, which not all dtypes do."""
     return x.to(_WIDER[x.dtype]) if x.dtype in _WIDER else x
 
 
 def difference(mine: Tensor, theirs: Tensor) -> str:
-    """In words how two tensors of one shape differ; nothing if they are the same."""
+    """How two tensors of one shape differ; empty if they are equal."""
     mine, theirs = _comparable(mine.detach()), _comparable(theirs.detach())
     if not theirs.numel() or torch.equal(mine, theirs):
         return ""
     if not theirs.dtype.is_floating_point and not theirs.dtype.is_complex:
-        return "has other numbers"
+        return "has other values"
     finite = torch.isfinite(theirs)
     if not finite.all():
         if not torch.equal(torch.isfinite(mine), finite):

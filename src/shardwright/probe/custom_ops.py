@@ -1,8 +1,8 @@
-"""The user's own ops: their rules bound to a call, inputs made from a rule, and the rule put to the test.
+"""Custom ops: bind their rules to a call, draw inputs from a rule, and test the rule.
 
-own_rule     the text with what the call tells: optional tensors that are missing, sizes from arguments
-own_inputs   a small size for every label, random tensors of the shapes that follow
-check_rule   every split that the rule allows, on 2 and 3 pieces, forward and backward
+custom_rule     the rule of a call: without optional tensors that are missing, with sizes from arguments
+custom_inputs   a small size for every label, random tensors of the resulting shapes
+check_rule      every split that the rule allows, on 2 and 3 shards, forward and backward
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OpParameter:
 
     @property
     def tensor(self) -> bool | None:
-        """Whether it is a tensor, or tensors; None if nobody says."""
+        """Whether it is a tensor, or tensors; None if not annotated."""
         if self.kind:
             return "Tensor" in self.kind
         return None if self.default is NOTHING or self.default is None else False
@@ -65,7 +65,7 @@ class OpParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOp:
-    """An op of the user's; `run` takes a value for every parameter, in order."""
+    """A custom op; `run` takes a value for every parameter, in order."""
 
     name: str
     target: str
@@ -96,7 +96,7 @@ def custom_rule(own: CustomOp, rule: RuleLike, call: OpCall) -> Rule | None:
 
 
 def _call_rule(rule: Callable[..., str | None], arguments: Mapping[str, Any]) -> str | None:
-    """A rule that is a function is given the arguments that it names; tensors have a shape and a dtype there."""
+    """Call a rule function with the arguments it names; tensors come as shape and dtype."""
     wanted = inspect.signature(rule).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted.values())
     return rule(**{name: value for name, value in arguments.items() if every or name in wanted})
@@ -115,7 +115,7 @@ def labels_of(rule: Rule) -> list[str]:
 
 
 def _terms(own: CustomOp, rule: Rule, arguments: Mapping[str, Any], inputs: int) -> tuple[Term, ...]:
-    """A term for each tensor of the call: none for an optional tensor that is missing, one each for a list."""
+    """A term for each tensor of the call: none for a missing optional tensor, one per item of a list."""
     if len(rule.inputs) == inputs and not any(isinstance(value, tuple) for value in arguments.values()):
         return rule.inputs
     able = [p for p in own.parameters if p.tensor or (p.tensor is None and _is_tensor(arguments[p.name]))]
@@ -141,17 +141,17 @@ def _is_tensor(value: Any) -> bool:
 
 
 def custom_inputs(own: CustomOp, rule: Rule) -> Iterator[Values]:
-    """Inputs with a small size for every label, with all optional tensors and without; NotProbed if it can't be."""
+    """Inputs with a small size for every label, with all optional tensors and without; may raise NotProbed."""
     sizes = _sizes(rule)
     plain = [p for p in own.parameters if p.tensor is None and p.default is NOTHING and p.name not in sizes]
     tensors = [p for p in own.parameters if p.tensor or p in plain]
     if len(tensors) != len(rule.inputs):
-        raise NotProbed(f"the rule has {len(rule.inputs)} inputs, and {len(tensors)} parameters may be tensors")
+        raise NotProbed(f"the rule has {len(rule.inputs)} inputs, but {len(tensors)} parameters may be tensors")
     if any(term.anything for term in rule.inputs):
-        raise NotProbed("the rule has ?, which says no shape")
+        raise NotProbed("the rule has ?, which fixes no shape")
     missing = [p.name for p in own.parameters if p not in tensors and p.usual is NOTHING and p.name not in sizes]
     if missing:
-        raise NotProbed(f"nothing is known of its argument {missing[0]}")
+        raise NotProbed(f"there is no test value for its argument {missing[0]}")
     optional = [p for p in tensors if p.default is None]
     generator = torch.Generator().manual_seed(1)
     for left_out in ([], optional) if optional else ([],):
@@ -167,7 +167,7 @@ def custom_inputs(own: CustomOp, rule: Rule) -> Iterator[Values]:
                 yield ordered
                 break
         else:
-            raise NotProbed("it does not run on the CPU with random inputs of the shapes that the rule says")
+            raise NotProbed("it does not run on the CPU with random inputs of the shapes of the rule")
 
 
 def _sizes(rule: Rule) -> dict[str, int]:
@@ -189,7 +189,7 @@ def _shape(term: Term, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _kinds(count: int) -> Iterator[tuple[str, ...]]:
-    """What the inputs are made of: floats if it takes them, else whole numbers for one or more."""
+    """The kinds of inputs: floats if the op takes them, else integers for one or more."""
     for floats in ("float64", "float32"):
         mixed = product((floats, "int64"), repeat=count)
         yield from sorted(mixed, key=lambda kinds: kinds.count("int64"))[:-1]
@@ -204,12 +204,12 @@ def _draw(shape: Sequence[int], kind: str, top: int, generator: torch.Generator)
 def _runs(own: CustomOp, values: Values) -> bool:
     try:
         return bool(flat(own.run(*values.values())))
-    except Exception:  # it may refuse these inputs in any way
+    except Exception:  # it may reject these inputs with any error
         return False
 
 
 def call_of(own: CustomOp, values: Values) -> tuple[OpCall, list[Tensor]]:
-    """The call of a custom op with some values, with a gradient for floats if it has a backward."""
+    """A call of a custom op; floats require grad if it has a backward."""
     tensors = [x.detach().clone() for x in flat(list(values.values()))]
     slots = iter(range(len(tensors)))
 
@@ -237,7 +237,7 @@ def _has_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     try:
         if ends:
             torch.autograd.grad(ends, starts, [torch.ones_like(y) for y in ends], allow_unused=True)
-    except Exception:  # an op without backward says so in its own words
+    except Exception:  # an op without backward may raise anything
         return False
     return bool(ends)
 
@@ -247,7 +247,7 @@ def _value(name: str, x: Tensor, gradient: bool) -> Value:
 
 
 def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[SplitTrial], None]) -> None:
-    """Raise a RuleError that names the split which breaks the rule; `talk` judges splits that need several ranks."""
+    """Raise a RuleError that names the split that breaks the rule; `talk` checks splits that communicate."""
     call, inputs = call_of(own, values)
     bound = custom_rule(own, rule, call)
     if bound is None:
@@ -269,7 +269,7 @@ def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[Sp
         except WrongSplit as error:
             fault = error.details.partition("over 2 ")[2]
             raise RuleError(
-                f"the rule {bound.text!r} of {own.name} is wrong: it is not linear in ~{group}: with partial sums "
+                f"the rule {bound.text!r} of {own.name} is wrong: it is not linear in ~{group}: with pending sums "
                 f"there {fault}; leave ~{group} out"
             ) from error
 
@@ -291,7 +291,7 @@ def _judge(
 
 
 def _hint(own: CustomOp, rule: Rule, call: OpCall, inputs: Sequence[Tensor], label: str) -> str:
-    """What the rule should say about a label, found by trying."""
+    """Suggest what the rule should say about a label, by trying."""
     for change, other in _variants(rule, label, call):
         analysis = analyse(one_op(call), lambda call, other=other: (other, ""))  # type: ignore[misc]
         (op,) = analysis.graph.ops
@@ -307,7 +307,7 @@ def _hint(own: CustomOp, rule: Rule, call: OpCall, inputs: Sequence[Tensor], lab
 
 
 def _variants(rule: Rule, label: str, call: OpCall) -> Iterator[tuple[str, Rule]]:
-    """Other things that a rule could say about a label that is summed."""
+    """Alternatives for a summed label of a rule."""
     if label not in rule.sums:
         return
     for at, term in enumerate(rule.inputs):

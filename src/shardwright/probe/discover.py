@@ -1,9 +1,9 @@
-"""A rule for an op that has none: found by probing, checked forward and backward, said in the notation.
+"""Discover the rule of an op that has none: probe it, check forward and backward, write it in the notation.
 
 samples.py   the call at small sizes, with random inputs
 search.py    the splits that recombine there
 wording.py   the splits as labels of a rule
-here         each label checked on 2 and 3 pieces, forward and backward, on other inputs
+here         each label checked on 2 and 3 shards, forward and backward, on other inputs
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from .wording import Wording
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
 UNCHECKED = ("aten.lstm", "aten.gru", "aten.rnn", "aten.mkldnn", "aten._thnn", "batch_norm", "aten._segment_reduce")
-"""Ops that read past the end of a piece instead of refusing it."""
+"""Ops that read past the end of a shard instead of rejecting it."""
 _FUNCTIONS: dict[str, ImportedFunction] = {}  # the user's functions in the graphs of this process, by target
 
 
 def probing(functions: Mapping[str, ImportedFunction] | None = None) -> Find:
-    """A finder of rules: the written one, else one found by probing the op; without either, the reason.
+    """A rule finder: the written rule, else one found by probing the op; if neither, the reason.
 
-    `functions` are those of the captured model; without them those that were captured last are used.
+    `functions` are those of the captured model; without them those of the last capture are used.
     """
-    for target, function in (functions or {}).items():  # not compiled anew for every shape that is tried
+    for target, function in (functions or {}).items():  # avoid recompiling for every shape that is tried
         _FUNCTIONS[target] = replace(function, call=function.plain) if function.plain is not None else function
 
     def find(call: OpCall) -> tuple[Rule | None, str]:
         rule = find_rule(call)
         if rule is not None:
             return rule, ""
-        if call.op.target == OPAQUE:  # it runs code of any kind, which need not survive pieces of its parameters
-            return None, "it is opaque; say sw.opaque(module, batch=True) if its rows are independent"
-        if call.op.target in (COND, SCAN, WHILE):  # a probe sees one way through it, and data may take another
-            return None, "it decides by data"
+        if call.op.target == OPAQUE:  # it runs arbitrary code, which may not work on shards
+            return None, "it is opaque; use sw.opaque(module, batch=True) if its samples are independent"
+        if call.op.target in (COND, SCAN, WHILE):  # a probe sees one branch, and data may take another
+            return None, "its control flow depends on data"
         if any(word in call.op.target for word in UNCHECKED):
-            return None, "its kernel does not check the sizes of what it is given"
+            return None, "its kernel does not check the sizes of its inputs"
         result = _FUNCTIONS.get(call.op.target)
         return discover(call, run_known, result.call if result is not None else None)
 
@@ -65,7 +65,7 @@ def run_known(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def discover(call: OpCall, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
-    """The rule of a call by probing, or None and why not. Known for calls of the same shapes and arguments."""
+    """The rule of a call by probing, or None and why not. Cached by shapes and arguments."""
     key = (
         call.op.target, repr(call.op.arguments), call.op.autocast, call.op.no_grad, version,
         tuple((value.shape, value.dtype, value.gradient) for value in (*call.inputs, *call.outputs)),
@@ -77,7 +77,7 @@ def discover(call: OpCall, run: Run, version: Hashable = None) -> tuple[Rule | N
 
 
 def careful(run: Run) -> Run:
-    """The same, where whatever the op raises is a reason not to probe it: random inputs need not be to its taste."""
+    """Turn any error of the op into NotProbed: it may reject random inputs."""
 
     def call(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
@@ -90,7 +90,7 @@ def careful(run: Run) -> Run:
 
 def _probed(call: OpCall, run: Run) -> tuple[Rule | None, str]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ops complain about pieces that are no use
+        warnings.simplefilter("ignore")  # ops may warn about useless shards
         torch.manual_seed(0)
         try:
             return _discover(call, careful(run)), ""
@@ -105,7 +105,7 @@ def _discover(call: OpCall, run: Run) -> Rule:
 
 
 def _checked(result: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
-    """What also holds backward, and on other inputs."""
+    """The splits that also hold backward, and on other inputs."""
     sizes = {size for value in (*sample.call.inputs, *sample.call.outputs) for size in value.shape}
     wording = Wording(result, sample.call, replace(sample, real={size: size for size in sizes}))
     rule = wording.rule()
@@ -135,17 +135,17 @@ def _check_dependence(sample: Sample, run: Run, draws: Sequence[Sequence[Tensor]
     first, second = (run(sample.call.op, draw) for draw in draws)
     for a, b in zip(first, second, strict=True):
         if a.is_floating_point() and a.shape == b.shape and torch.equal(a, b):
-            raise NotProbed("its result is the same for different random inputs, which proves nothing")
+            raise NotProbed("its result is the same for different random inputs, so probing proves nothing")
 
 
 def _check_backward(sample: Sample, run: Run) -> None:
-    """The op itself must have the backward that the graph says it has."""
+    """The op must have the backward that the graph claims."""
     values = sample.call.inputs
     inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
     try:
         outputs = run(sample.call.op, inputs)
         backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)
-    except Exception as error:  # whatever it raises, it can't be trained
+    except Exception as error:  # any error means that it can't be trained
         raise NotProbed(f"its backward does not run: {str(error).splitlines()[0]}") from error
 
 

@@ -1,9 +1,9 @@
 """Inputs to probe an op with: the call at small sizes, and random tensors for it.
 
-A call of real size is too slow to probe, so its sizes, and the whole numbers among its arguments, are
-mapped to small ones: equal ones stay equal, what is larger stays larger, a product of two others stays
-their product, and numbers up to 3 stay what they are. Whether the op can be called so is seen by calling
-it. A call that is small as it is stays as it is.
+Real sizes are too slow to probe, so sizes, and integers among the arguments, are mapped to small ones:
+equal ones stay equal, larger ones stay larger, a product of two others stays their product, and
+numbers up to 3 stay as they are. Calling the op shows whether it accepts that. A call that is small
+enough is probed as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..rules import OpCall
 from .check import Run
 
 SMALL = 2_000
-"""Elements of all tensors of a call that is probed as it is."""
+"""Maximum elements of all tensors of a call that is probed as it is."""
 
 LARGE = 100_000
-"""Elements of a call that is probed as it is only if it can't be made smaller."""
+"""Maximum elements of a call that is probed as it is if it can't be made smaller."""
 
 KINDS = (("normal", True), ("positive", True), ("normal", False))
 """The kinds of random numbers that are tried, each in float64 or in the dtype of the call."""
@@ -39,7 +39,7 @@ class NotProbed(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """A call at sizes that it can be run at. `real` says what a size of the sample stands for."""
+    """A call at sizes at which it runs. `real` maps a size of the sample to the real one."""
 
     call: OpCall
     real: dict[int, int]
@@ -57,7 +57,7 @@ class Sample:
 
 
 def make_sample(call: OpCall, run: Run) -> Sample:
-    """The call at small sizes, seen to run; NotProbed if there is no such call."""
+    """The call at small sizes at which it runs; NotProbed if there are none."""
     if call.op.target in PROVIDED:
         return _provided(call, PROVIDED[call.op.target])
     if not call.inputs:
@@ -69,18 +69,18 @@ def make_sample(call: OpCall, run: Run) -> Sample:
     for sample in _tries(call, elements):
         try:
             outputs = run(sample.call.op, sample.draw(0))
-        except Exception as refusal:  # an op may refuse sizes or numbers in any way it likes
+        except Exception as refusal:  # an op may reject sizes or values with any error
             error = error or refusal
             continue
         if _alike(outputs, call.outputs):
             return _with_outputs(sample, call, outputs)
     if error is None or elements > LARGE:
-        raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
+        raise NotProbed(f"it has {elements} elements and does not run with fewer" + (f" ({error})" if error else ""))
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
 
 
 def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) -> Sample:
-    """The call at the smallest sizes at which it runs and is accepted; NotProbed if there are none."""
+    """The call at the smallest sizes at which it runs and is accepted; may raise NotProbed."""
     for image in (_distinct(call), _images(call)):
         for kind, wide in KINDS:
             sample = _mapped(call, image, kind, wide)
@@ -88,33 +88,33 @@ def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) ->
                 continue
             try:
                 outputs = run(sample.call.op, sample.draw(0))
-            except Exception:  # an op may refuse sizes or numbers in any way it likes
+            except Exception:  # an op may reject sizes or values with any error
                 continue
             sample = _with_outputs(sample, call, outputs)
             if _alike(outputs, call.outputs) and accept(sample):
                 return sample
-    raise NotProbed("it can't be called at small sizes")
+    raise NotProbed("it does not run at small sizes")
 
 
 def _distinct(call: OpCall) -> dict[int, int]:
-    """A small size for every size and number, in their order, whatever their products are."""
+    """A small size for every size and number, in order, ignoring products."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
     named = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
     return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | named))}
 
 
 def _with_outputs(sample: Sample, call: OpCall, outputs: Sequence[Tensor]) -> Sample:
-    """The sample with the shapes that really came out."""
+    """The sample with the shapes of its actual outputs."""
     pairs = zip(call.outputs, outputs, strict=False)
     values = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
     return replace(sample, call=OpCall(sample.call.op, sample.call.inputs, values))
 
 
 def _provided(call: OpCall, draw: Provided) -> Sample:
-    """The user's own inputs. What a size stands for follows from where it stands."""
+    """The user's own inputs. Their sizes map to real ones by position."""
     drawn, _ = draw(0)
     if [len(x.shape) for x in drawn.inputs] != [len(x.shape) for x in call.inputs]:
-        raise NotProbed("the inputs that it is probed with are not those of the call")
+        raise NotProbed("the inputs passed for probing don't match the call")
     values = zip((*drawn.inputs, *drawn.outputs), (*call.inputs, *call.outputs), strict=True)
     pairs = [(small, real) for small, real in values if len(small.shape) == len(real.shape)]
     real = {small: other for x, y in pairs for small, other in zip(x.shape, y.shape, strict=True)}
@@ -138,7 +138,7 @@ def _tries(call: OpCall, elements: int) -> Iterator[Sample]:
 
 
 def numbers(op: Op) -> Iterator[tuple[str, int]]:
-    """The whole numbers among an op's arguments, by path: "num_heads", or "size.2" in a list."""
+    """The integers among an op's arguments, by path: "num_heads", or "size.2" in a list."""
     for name, value in op.arguments:
         if type(value) is int:
             yield name, value
@@ -161,7 +161,7 @@ def with_numbers(op: Op, changes: dict[str, int]) -> Op:
 
 
 def _images(call: OpCall) -> dict[int, int]:
-    """A small size for every size and number: products stay products, and what is larger stays larger."""
+    """A small size for every size and number: products stay products, and larger ones stay larger."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
     named = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
     image = {size: size for size in (*dims, *named) if size <= 3}
@@ -187,12 +187,12 @@ def _mapped(call: OpCall, image: dict[int, int], kind: str, wide: bool) -> Sampl
 
 
 def _alike(results: Sequence[Tensor], outputs: Sequence[Value]) -> bool:
-    """Whether as many tensors come out as in the real call, with as many dims, the same of them of size 1."""
+    """Whether the outputs match the real call in number, in dims, and in which dims have size 1."""
     return [[size == 1 for size in x.shape] for x in results] == [[size == 1 for size in y.shape] for y in outputs]
 
 
 def _safe_top(inputs: Sequence[Value]) -> int:
-    """Whole numbers below this may index any dim of the floats among the inputs."""
+    """Integers below this can index any dim of the float inputs."""
     sizes = [size for value in inputs if value.floating for size in value.shape if size > 1]
     return max(2, min(sizes, default=4))
 

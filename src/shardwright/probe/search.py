@@ -1,13 +1,13 @@
-"""Which splits of an op recombine: candidates from what depends on what, each tried on pieces.
+"""Which splits of an op recombine: candidates from dependences, each tested on shards.
 
-A split cuts some inputs into the same number of units and finds those units in every output, by
-concatenation, or gone from every output, by sum, max or min. Cutting all sets of dims would be far too
-many, so the op is asked first what depends on what: half the units of an input's dim are changed, and
-where the output does not change it does not depend on them. A dim of an output can be split into units
-that depend on the same units of some inputs; those inputs are cut, the others stay whole. What looks
-right is run on pieces, forward, and compared with the whole.
+A split shards some inputs into the same number of units and finds those units in every output, by
+concatenation, or in none, by sum, max or min. Testing all sets of dims would be far too many, so the
+dependences are measured first: half the units of an input's dim are changed; an output that does not
+change does not depend on them. A dim of an output can be split into units that depend on the same
+units of some inputs; those inputs are sharded, the others replicated. Candidates are run on shards,
+forward, and compared with the global op.
 
-    places     a dim, and the block of it that is cut: (outer, units, inner), as in layout.py
+    places     a dim, and the block of it that is split: (outer, units, inner), as in layout.py
     touched    which elements of the outputs change with the first or the second half of a place
     a split    a place or None for each input; a place for each output, or the reduction that joins it
 """
@@ -38,10 +38,10 @@ from .check import AXIS, Run, apart, difference, local_value, mesh_of, parts_of
 from .samples import NotProbed, Sample, numbers, with_numbers
 
 Place = tuple[int, Block]
-"""A dim, and the block of it that is cut."""
+"""A dim, and the block of it that is split."""
 
 TRIES = 24
-"""Sets of arguments, or of inputs, that are tried for one split."""
+"""Maximum sets of arguments, or of inputs, that are tried for one split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +51,13 @@ class ProbedSplit:
     units: int
     inputs: tuple[Place | None, ...]
     outputs: tuple[Place | Reduction, ...]
-    added: frozenset[int] = frozenset()  # inputs that are added once where the split is summed
+    added: frozenset[int] = frozenset()  # inputs that are added only once in a sum
     shares: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the search found: splits, and groups of inputs in which the op is linear."""
+    """Result of the search: splits, and groups of inputs in which the op is linear."""
 
     splits: tuple[ProbedSplit, ...]
     linear: tuple[tuple[int, ...], ...]
@@ -79,25 +79,25 @@ class _Probe:
         if any(difference(x, y) for x, y in zip(self.inputs, before, strict=True)):
             raise NotProbed("it changes its inputs")
         if any(_differ(x, y) for x, y in zip(self.outputs, again, strict=True)):
-            raise NotProbed("it gives another result each time")
+            raise NotProbed("it returns another result each time")
         self.shapes = [tuple(x.shape) for x in self.inputs]
         self.results = [tuple(x.shape) for x in self.outputs]
         self.arguments = dict(numbers(self.op))
         self.splits: list[ProbedSplit] = []
         self.tried: set[object] = set()
-        self.blocks = False  # whether parts of dims are looked at yet
+        self.blocks = False  # whether parts of dims are searched yet
         self.touched: dict[tuple[int, Place], list[list[Tensor]]] = {}
         self.masks: dict[Block, Tensor] = {}
 
     def result(self) -> ProbeResult:
-        """Whole dims first, then the blocks that are left, large ones first."""
+        """Full dims first, then the remaining blocks, large ones first."""
         sizes = {size for shape in (*self.shapes, *self.results) for size in shape if size > 1}
         top = max(sizes, default=1)
         for self.blocks in (False, True):
             waiting = sorted(sizes | {number for number in self.arguments.values() if 1 < number <= top})
             while waiting:
                 units = waiting.pop()
-                if self._joined(units) or self._reduced(units):  # what is left of its dims may be cut too
+                if self._joined(units) or self._reduced(units):  # the rest of its dims may be split too
                     last = self.splits[-1]
                     rests = {_rest(place) for place in (*last.inputs, *last.outputs)} - sizes - {1}
                     sizes |= rests
@@ -110,7 +110,7 @@ class _Probe:
     # Outputs that have the units: by concatenation.
 
     def _joined(self, units: int) -> bool:
-        """Find one split of so many units."""
+        """Find one split into `units` units."""
         for at, shape in enumerate(self.results):
             for target in self._places(shape, units, len(self.shapes) + at):
                 if not self._is_free(len(self.shapes) + at, target):
@@ -127,7 +127,7 @@ class _Probe:
         return False
 
     def _local(self, k: int, out: int, target: Place, units: int) -> Place | None:
-        """Where input `k` may be cut so that the target's units read their own units of it only."""
+        """Where input `k` may be split so that the target's units read only their own units of it."""
         places = [
             place for place in self._places(self.shapes[k], units, k)
             if self._is_free(k, place) and self._depends_alike(k, place, out, target)
@@ -163,7 +163,7 @@ class _Probe:
                        for at, tensor in enumerate(self.inputs)]  # fmt: skip
             try:
                 results = self.run(self.op, changed)
-            except Exception:  # it refuses the numbers: as if everything depended on them
+            except Exception:  # it rejects the values: assume that everything depends on them
                 results = ()
             if [tuple(y.shape) for y in results] != self.results:
                 touched.append([torch.ones_like(y, dtype=torch.bool) for y in self.outputs])
@@ -172,7 +172,7 @@ class _Probe:
         return touched
 
     def _mask(self, block: Block) -> Tensor:
-        """The elements of a dim that the first of two pieces has."""
+        """The elements of a dim in the first of two shards."""
         if block not in self.masks:
             mask = torch.zeros(block.elements, dtype=torch.bool)
             for start, length in Shard(axis=AXIS, blocks=(block,)).spans(2, 0):
@@ -212,7 +212,7 @@ class _Probe:
             )
 
     def _stretched(self, out: int, dim: int, size: int) -> None:
-        """A dim that an argument makes, and no input has."""
+        """A dim that comes from an argument, not from an input."""
         place = (dim, Block(1, size, 1))
         alike = all(shape == self.results[out] for shape in self.results)
         if size > 1 and size in self.arguments.values() and alike and self._is_free(len(self.shapes) + out, place):
@@ -230,7 +230,7 @@ class _Probe:
                 yield from ((dim, Block(outer, units, rest // outer)) for outer in outers)
 
     def _blocks(self, tensor: int, dim: int) -> list[Block]:
-        """The blocks of a dim that splits have taken; outputs are counted after the inputs."""
+        """The blocks of a dim that splits use already; outputs are numbered after the inputs."""
         every = [(*split.inputs, *split.outputs)[tensor] for split in self.splits]
         return [place[1] for place in every if isinstance(place, tuple) and place[0] == dim]
 
@@ -252,7 +252,7 @@ class _Probe:
         outputs: tuple[Place | Reduction, ...],
         added: frozenset[int] = frozenset(),
     ) -> bool:
-        """Keep the split if it recombines with some set of arguments made smaller."""
+        """Keep the split if it recombines with some set of arguments scaled down."""
         if (inputs, outputs, added) in self.tried:
             return False
         self.tried.add((inputs, outputs, added))
@@ -287,7 +287,7 @@ class _Probe:
             local = [local_value(x, layout, mesh, index) for x, layout in zip(self.inputs, inputs, strict=True)]
             try:
                 ranks.append(self.run(op, local))
-            except Exception:  # it can't run on such pieces, and may say so in any way
+            except Exception:  # it can't run on such shards, with any error
                 return False
             if len(ranks[-1]) != len(self.outputs):
                 return False
@@ -318,7 +318,7 @@ class _Probe:
         mixed = [a * x + b * y if k in group else x for k, (x, y) in pairs]
         try:
             two, both = self.run(self.op, other), self.run(self.op, mixed)
-        except Exception:  # it refuses the numbers
+        except Exception:  # it rejects the values
             return False
         return all(
             x.shape == y.shape == z.shape and not difference(z, a * x + b * y)

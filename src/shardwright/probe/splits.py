@@ -1,11 +1,11 @@
-"""Every split that a plan chooses is tried out on small inputs, once for each kind of op.
+"""Test every split that a plan chooses on small inputs, once for each kind of op.
 
-A written rule and the local form that lowering gives an op (a mean becomes a sum and a division) are
-trusted by everything after them. Here the op is run whole and in pieces, forward and backward, with
-the arguments that it has in this model. Answers are kept for the process, as those of probing are.
+A written rule, and the local form that lowering gives an op (a mean becomes a sum and a division), are
+trusted by everything after them. Here the op runs globally and on shards, forward and backward, with
+its arguments in this model. Results are cached for the process, like those of probing.
 
-Not tried: ops whose pieces communicate (they have tests of their own), calls that can't be made with
-random inputs, opaque submodules (checked when they are captured), and ops that leave memory as it is.
+Not tested: ops whose shards communicate (they have their own tests), calls that don't run with
+random inputs, opaque submodules (checked when captured), and ops that return uninitialized memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .samples import NotProbed, Sample, smallest_sample
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 UNDEFINED = ("aten.empty", "aten.new_empty")
-"""Ops whose results hold whatever was in memory."""
-_TRIED: dict[Any, str] = {}  # what is wrong with a split; nothing for one that is right
+"""Ops that return uninitialized memory."""
+_TRIED: dict[Any, str] = {}  # the fault of a split; empty if it is right
 
 Choices = Mapping[str, Mapping[str, str]]
 
 
 def check_splits(analysis: Analysis, choices: Iterable[Choices]) -> None:
-    """Raise if a split that a plan chooses does not give what the whole op gives."""
+    """Raise if a split of a plan does not compute what the global op computes."""
     faults: dict[str, Op] = {}
     ops = {op.name: op for op in analysis.graph.ops}
     with _ONE_AT_A_TIME:
@@ -50,8 +50,8 @@ def check_splits(analysis: Analysis, choices: Iterable[Choices]) -> None:
                         faults.setdefault(fault, ops[name])
     raise_all(
         LoweringError,
-        "a split of this plan does not compute what the whole op computes; this is a fault of shardwright, please "
-        "report it, and forbid the split with a constraint meanwhile:",
+        "a split of this plan does not compute what the global op computes; this is a bug in shardwright: please "
+        "report it, and exclude the split with a constraint meanwhile:",
         [f"{op}: {fault}" for fault, op in faults.items()],
     )
 

@@ -1,7 +1,7 @@
-"""What probing found, in the notation: a letter for each split, at the sizes of the real call.
+"""Write the splits found by probing in the notation: a letter for each split, at the sizes of the real call.
 
 The splits are known at the sizes of a sample. A dim of the real call is tiled by the real sizes of the
-labels on it and by what stands between them; a split whose label does not tile a dim is dropped.
+labels on it and the sizes between them; a split whose label does not tile a dim is dropped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Wording:
         return replace(parse(text), local=local, probed=True).with_sizes(self.sizes)
 
     def _size(self, split: ProbedSplit) -> int:
-        """The size of a label in the real call: that of a dim it is all of, of an argument, or what others leave."""
+        """The size of a label in the real call: that of a dim it fills, of an argument, or what other labels leave."""
         return self._own_size(split) or self._left_size(split)
 
     def _own_size(self, split: ProbedSplit) -> int:
@@ -56,7 +56,7 @@ class Wording:
         return next(named, self.sample.real.get(split.units, 0))
 
     def _left_size(self, split: ProbedSplit) -> int:
-        """What is left of a dim for a label beside others that have sizes of their own; 0 if that can't be told."""
+        """The rest of a dim for a label among others of known sizes; 0 if undetermined."""
         for tensor, place in enumerate((*split.inputs, *split.outputs)):
             if isinstance(place, tuple):
                 others = [other for _, other in self._splits_on(self.result.splits, tensor, place[0]) if other != split]
@@ -67,7 +67,7 @@ class Wording:
         return 0
 
     def _misfits(self, splits: Sequence[ProbedSplit]) -> list[ProbedSplit]:
-        """The splits on a dim that they don't tile, the most entangled one first."""
+        """The splits on a dim that they don't tile, the most entangled first."""
         for tensor, shape in enumerate(self.shapes):
             for dim in range(len(shape)):
                 pairs = self._splits_on(splits, tensor, dim)
@@ -85,7 +85,7 @@ class Wording:
     def _factors(
         self, tensor: int, dim: int, pairs: Sequence[tuple[Block, ProbedSplit]]
     ) -> list[tuple[ProbedSplit | None, int]] | None:
-        """What a real dim is a product of, outermost first; None if it is not one."""
+        """The factors of a real dim, outermost first; None if it is not a product."""
         small, size = self.small[tensor][dim], self.shapes[tensor][dim]
         factors: list[tuple[ProbedSplit | None, int]] = []
         at = 1
@@ -128,7 +128,7 @@ class Wording:
         return f"{self.names[split]}+{'' if joined == 'sum' else joined}"
 
     def _unsplit(self, tensor: int, dim: int, at: int, size: int) -> str:
-        """What can't be split is a letter, the same in an output whose dim is made as that of the first input."""
+        """A letter for what can't be split, the same in an output whose dim is built like that of the first input."""
         splits = list(self.names)
         alike = tensor >= len(self.call.inputs) and self.shapes[tensor] == self.shapes[0]
         alike = alike and self._splits_on(splits, tensor, dim) == self._splits_on(splits, 0, dim)

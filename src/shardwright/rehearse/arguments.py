@@ -1,7 +1,7 @@
-"""The arguments of an op at other sizes: the whole numbers among them that are sizes follow the shapes.
+"""The arguments of an op at other sizes: integers that are sizes follow the shapes.
 
-What a number means is said here for the ops that take sizes. Other numbers stay what they are (dims, strides, the
-index of what is ignored). Whether an op can be called so, and gives what it should, is seen by calling it.
+The ops that take sizes are listed here. Other integers stay as they are (dims, strides, the ignored index). Calling
+the op shows whether it runs so, with the right result.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def resize_arguments(call: Resized) -> Op:
 
 
 SIZES = ("size", "shape", "sizes", "output_size", "size_")
-"""Arguments that are the shape of what is made, or the end of it."""
+"""Arguments that are the shape of the output, or its trailing dims."""
 
 
 def _shapes(call: Resized) -> dict[str, Any]:
-    """Arguments that say a shape: -1 stays, and so does what is not the shape of the output."""
+    """Arguments that are a shape: -1 stays, and so does what is not the output's shape."""
     shapes: dict[str, Any] = {}
     for name, value in call.op.arguments:
         if name not in SIZES or not isinstance(value, tuple) or not call.outputs:
@@ -79,7 +79,7 @@ def _slice_scatter(call: Resized) -> dict[str, Any]:
 
 
 def _part(call: Resized, part: Shape, small_part: Shape) -> dict[str, Any]:
-    """A part from the start or to the end stays one, another begins where it fits."""
+    """A slice from the start or to the end stays one; another begins where it fits."""
     before, after = call.inputs[0][call.dim], part[call.dim]
     room, length = call.small_inputs[0][call.dim], small_part[call.dim]
     step = call.op.argument("step", 1) or 1

@@ -1,7 +1,7 @@
-"""Values for a graph of which only shapes are known: parameters, buffers, constants and inputs.
+"""Values for a graph of known shapes: parameters, buffers, constants and inputs.
 
-Floats are random. Of buffers and inputs that have values the first rows and columns are taken, so that masks and tables
-mean what they meant. Whole numbers that look something up are below the size of what they look up.
+Floats are random. Buffers and inputs that have values are sliced to their leading elements, so that masks and tables
+keep their meaning. Integers that index something stay below the size of what they index.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ LOOKED_UP: dict[str, tuple[str, int]] = {
     "cross_entropy_loss": ("self", 1), "nll_loss": ("self", 1), "nll_loss_nd": ("self", 1), "scatter": ("self", -2),
     "nll_loss2d": ("self", 1), "embedding_bag": ("weight", 0), "one_hot": ("", 0),
 }  # fmt: skip
-"""For ops that look something up by whole numbers: the argument, and its dim; -2 for the op's own."""
+"""For ops that index by integers: the indexed argument, and its dim; -2 for the op's dim."""
 
 
 def cut_down(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first rows and columns of a tensor."""
+    """The leading slice of a tensor."""
     for dim, size in enumerate(shape):
         tensor = tensor.narrow(dim, 0, size)
     return tensor.clone()
 
 
 def _covers(known: Tensor, value: Value) -> bool:
-    """Whether a tensor has values, and enough of them."""
+    """Whether a tensor has values, and is large enough."""
     if known.is_meta or known.dim() != len(value.shape) or not known.numel():
         return False
     return all(have >= want for have, want in zip(known.shape, value.shape, strict=True))
 
 
 def parameter(value: Value, generator: torch.Generator) -> Tensor:
-    """Random weights: vectors around one, as norms have them, matrices that keep the size of what they multiply."""
+    """Random weights: vectors around one, as in norms; matrices that preserve the scale of their inputs."""
     drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
     window = value.shape[1:] if len(value.shape) > 3 else value.shape[-1:]
     scale = 0.1 if len(value.shape) < 2 else max(math.prod(window), 1) ** -0.5
@@ -47,7 +47,7 @@ def parameter(value: Value, generator: torch.Generator) -> Tensor:
 
 
 def buffer(value: Value, known: Tensor | None, generator: torch.Generator) -> Tensor:
-    """A buffer: as it is, if that is known, else one that any model can read."""
+    """A buffer: its values if known, else ones that any model can read."""
     dtype = getattr(torch, value.dtype)
     if known is not None and _covers(known, value):
         return cut_down(known.detach(), value.shape).to(dtype)
@@ -59,7 +59,7 @@ def buffer(value: Value, known: Tensor | None, generator: torch.Generator) -> Te
 
 
 def graph_input(graph: Graph, value: Value, known: Tensor | None, generator: torch.Generator) -> Tensor:
-    """An input: as the example has it, or random; whole numbers that look nothing up and aren't known are ones."""
+    """An input: from the example, or random; unknown integers that index nothing are ones."""
     dtype = getattr(torch, value.dtype)
     if value.floating:
         return torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -73,7 +73,7 @@ def graph_input(graph: Graph, value: Value, known: Tensor | None, generator: tor
 
 
 def lookup_size(graph: Graph, name: str) -> int | None:
-    """The smallest size of what is looked up by a value, or by whole numbers made of it; None if nothing is."""
+    """The smallest dim indexed by a value, or by integers computed from it; None if none is."""
     reached, sizes = {name}, []
     for op in graph.ops:
         if not any(source in reached for source in op.inputs):
@@ -98,7 +98,7 @@ def _looked_up(graph: Graph, op: Op, reached: set[str]) -> int | None:
 
 
 class Plain(nn.Module):
-    """A module that only holds things. In a rehearsal nothing is called but the generated code."""
+    """A module that only holds parameters. A rehearsal calls only the generated code."""
 
 
 def module_of(
@@ -106,10 +106,10 @@ def module_of(
 ) -> nn.Module:
     """A module with parameters and buffers for a graph, under its keys, with random values.
 
-    paths    submodules that are called as they are, by their path here, with their path in the original
+    paths    opaque submodules, by their path here, with their path in the original
     """
     generator = torch.Generator().manual_seed(seed)
-    root: nn.Module = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
+    root: nn.Module = type(graph.name, (Plain,), {})()  # messages name the user's model
     for path, before in paths.items():
         _place(root, path, copy_to_meta(original.get_submodule(before)))  # a copy: the user's is not changed
     known = dict(original.named_buffers(remove_duplicate=False))

@@ -1,14 +1,14 @@
-"""Fewer layers: of a run of equal layers only some are kept, and what read the others reads those.
+"""Fewer layers: of a run of equal layers only some are kept, and readers of the others read those.
 
 Two layers of a list ("model.layers.3", "model.layers.4") are of one kind if they have the same ops on the same shapes,
-connected alike, split, stored and recomputed alike, in the same stage. Of each kind the first two and the last stay, so
-that every border that there is between layers is still there:
+connected alike, split, stored and recomputed alike, in the same stage. The first two and the last of each kind are
+kept, so that every border between layers still exists:
 
-    A A A A A A B B B B B        A A . . . A B B . . B        A A A B B B, numbered anew
+    A A A A A A B B B B B        A A . . . A B B . . B        A A A B B B, renumbered
 
-Nothing has to be known of what a layer computes: a value of a layer that goes is replaced by the value in the same
-place of the nearest layer of its kind before it, which has the same shape. The result is another model, of the same
-structure, and it is compared with itself on one device.
+What a layer computes does not matter: a value of a dropped layer is replaced by the same value of the nearest kept
+layer of its kind before it, which has the same shape. The result is another model with the same structure, compared
+with itself on one device.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FIRST, LAST = 2, 1
 Storage = Mapping[str, tuple[tuple[str, int], ...]]
 
 Rename = Callable[[str], str | None]
-"""From a path, a key or the name of an op to what it is with fewer layers; None if it is in a layer that goes."""
+"""Maps a path, a key or the name of an op to its name with fewer layers; None if its layer is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A graph, and what a plan decides for its ops and parameters."""
+    """A graph, and a plan's decisions for its ops and parameters."""
 
     graph: Graph
     choices: Choices
@@ -45,10 +45,10 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLayers:
-    """What became of the layers of a list."""
+    """The kept layers of a list."""
 
     path: str  # of the list: "model.layers"
-    kept: tuple[int, ...]  # their numbers before
+    kept: tuple[int, ...]  # their original indices
     total: int
 
     def __str__(self) -> str:
@@ -56,9 +56,9 @@ class KeptLayers:
 
 
 def drop_layers(decided: Decided) -> tuple[Decided, tuple[KeptLayers, ...], Rename]:
-    """The graph with a few layers of each kind, what was kept, and the new path of a module, None if it is gone.
+    """The graph with a few layers of each kind, the kept layers, and the map of paths (None: dropped).
 
-    Lists inside of layers are looked at once the outer ones are short.
+    Lists inside of layers are shortened after the outer ones.
     """
     notes: list[KeptLayers] = []
     renames: list[Rename] = []
@@ -93,7 +93,7 @@ def _lists(graph: Graph, depth: int) -> tuple[str, ...]:
 
 
 def _short(decided: Decided, parent: str) -> tuple[Decided, KeptLayers, Rename] | None:
-    """A graph with fewer layers of one list, or None if none can go."""
+    """A graph with fewer layers of one list, or None if none can be dropped."""
     graph = decided.graph
     layers: dict[int, list[Op]] = {}
     for op in graph.ops:
@@ -124,14 +124,14 @@ def _short(decided: Decided, parent: str) -> tuple[Decided, KeptLayers, Rename] 
 
 
 def _number(path: str, parent: str) -> int | None:
-    """The number of the layer of a list that a path is in."""
+    """The index of the layer of a list that a path is in."""
     lead = f"{parent}." if parent else ""
     match = re.match(r"\d+(?![^./@ ])", path[len(lead) :]) if path.startswith(lead) else None
     return int(match[0]) if match else None
 
 
 def _numbers(graph: Graph, parent: str, gone: set[int]) -> dict[int, int]:
-    """New numbers, one after the other, for what is left of a list, also for what has parameters only."""
+    """New consecutive indices for the rest of a list, including layers with parameters only."""
     keys = (key for tensor in graph.parameters for key in tensor.keys)
     paths = (*(op.module_path for op in graph.ops), *keys, *(tensor.key for tensor in graph.buffers))
     there = sorted({number for path in paths if (number := _number(path, parent)) is not None} - gone)
@@ -139,7 +139,7 @@ def _numbers(graph: Graph, parent: str, gone: set[int]) -> dict[int, int]:
 
 
 def _renumbered(parent: str, numbers: Mapping[int, int], path: str) -> str | None:
-    """A path, a key or the name of an op, with the layer's new number; None if that layer is gone."""
+    """A path, a key or the name of an op, with the layer's new index; None if that layer was dropped."""
     number = _number(path, parent)
     if number is None:
         return path
@@ -149,7 +149,7 @@ def _renumbered(parent: str, numbers: Mapping[int, int], path: str) -> str | Non
 
 
 def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
-    """What two layers have in common if one may stand for the other."""
+    """The kind of a layer: layers of one kind are interchangeable."""
     graph, path = decided.graph, f"{parent}.{number}".lstrip(".")
     inside = {op.name for op in ops}
     reach = partial(_relative, path)
@@ -189,7 +189,7 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
 
 
 def _lends(graph: Graph, path: str, inside: set[str]) -> bool:
-    """Whether ops outside of a layer read a parameter or a buffer of its own."""
+    """Whether ops outside of a layer read its parameters or buffers."""
     own = [tensor.value for tensor in graph.parameters if all(is_inside(key, path) for key in tensor.keys)]
     own += [tensor.value for tensor in graph.buffers if is_inside(tensor.key, path)]
     return any(op.name not in inside for name in own for op, _ in graph.users[name])
@@ -208,14 +208,14 @@ def _relative(path: str, name: str) -> str:
 
 
 def _plain(argument: Any, reach: Callable[[str], str]) -> Any:
-    """Arguments as something that compares, with the layer's own path left out."""
+    """Arguments in comparable form, without the layer's own path."""
     if isinstance(argument, tuple):
         return tuple(_plain(inner, reach) for inner in argument)
     return type(argument).__name__, reach(argument) if isinstance(argument, str) else repr(argument)
 
 
 def _without(decided: Decided, gone: set[str], values: Mapping[str, str], rename: Rename) -> Decided:
-    """What is left without some ops, whose values are replaced, and without what is in modules that go."""
+    """The graph without some ops, whose values are replaced, and without the state of dropped modules."""
     graph = decided.graph
     names = {op.name: rename(op.name) or op.name for op in graph.ops if op.name not in gone}
     left = tuple(op for op in graph.ops if op.name in names)

@@ -1,16 +1,16 @@
-"""`rehearse`: a plan for thousands of devices run for real on a laptop, before a GPU is rented.
+"""`rehearse`: a plan for thousands of devices run for real on a laptop, before GPUs are rented.
 
     the plan, the model at its real sizes                  nothing is allocated
         |  fewer pipeline ranks, shorter axes              stages.py
         |  a few layers of each kind                       layers.py
         |  small sizes, by the atoms of all dims           sizes.py, shrink.py, arguments.py
         v
-    the same plan for a small graph                        every split, schedule, storage and recomputation kept
-        |  lowered, beside the same plan at real sizes     the two programs must be one but for their sizes
+    the same plan for a small graph                        with every split, schedule, storage and recomputation
+        |  lowered, and the same plan at real sizes too     the two programs must be equal except for sizes
         v
     compiled and trained, ranks as threads                 compared with the small graph on one device in float64
 
-What it can't show: whether the graph is what the model computes (`verify` does, at sizes that fit), memory, and speed.
+It can't show whether the graph computes what the model does (`verify` does, at sizes that fit), memory, or speed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .result import Rehearsal
 from .small import SmallPlan, shrink
 
 RATES = (0.1, 1e-3, 1e-6)
-"""Learning rates that are tried until training stays within bounds."""
+"""Learning rates that are tried until training stays bounded."""
 
 BOUND = 1e8
 
@@ -57,13 +57,13 @@ def rehearse(
     """Run a plan at small sizes in this process and compare it with one device, in float64.
 
     plan       a Plan, the path of a plan file, or a plan string such as "dp=64,tp=8".
-    model      as it is planned: at its real sizes, and on meta if it is large.
+    model      as planned: at its real sizes, on meta if it is large.
     example    arguments of a call at the global batch; they may be on meta too.
-    precision  that the plan was made for; by default what the plan says.
-    outputs    as for parallelize: "scalars" if only the loss leaves the model.
+    precision  of the plan; default: the one the plan names.
+    outputs    as for parallelize: "scalars" if the program returns only the loss.
     steps      optimizer steps that are compared.
-    size       how many devices, where the plan does not say it (a policy function).
-    directory  where generated code is kept; by default it is thrown away.
+    size       number of devices, if the plan does not fix it (a policy function).
+    directory  where to write generated code; default: discarded.
     """
     began = time.monotonic()
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -89,9 +89,9 @@ def _run(
 
 
 def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> Reference:
-    """The small graph trained on one device, with steps small enough that it does not leave all bounds.
+    """The small graph trained on one device, with a learning rate small enough that it does not diverge.
 
-    What has grown beyond all bounds is equal to anything of its size.
+    Values that have diverged would compare equal to anything.
     """
     own = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     for rate in RATES if optimizer == "sgd" else RATES[:1]:
@@ -104,7 +104,7 @@ def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> 
         every += run.parameters.values()
         finite = all(bool(tensor.isfinite().all()) for tensor in every if tensor is not None)
         if finite and largest(every) < BOUND:
-            slow = f"trained with a learning rate of {rate}: larger ones leave all bounds" if rate < RATES[0] else ""
+            slow = f"trained with a learning rate of {rate}: larger ones diverge" if rate < RATES[0] else ""
             return Reference(side=side, run=run, checks=(), note=slow)
     raise NonFiniteError(
         f"{small.graph.name} does not train for {steps} steps from the random values of a rehearsal: outputs, "
@@ -120,9 +120,9 @@ def _read(
     plan: PlanLike, model: nn.Module, example: Any, precision: PrecisionLike, outputs: Outputs, size: int | None,
     opaque: Literal["marked", "auto"],
 ) -> tuple[Plan, CapturedGraph]:  # fmt: skip
-    """The plan, and the call that it is for."""
+    """The plan, and its call."""
     if plan == "auto":
-        raise InputError('rehearse takes a plan that is made: a file, a Plan, or a string such as "dp=64,tp=8"; '
+        raise InputError('rehearse needs an existing plan: a file, a Plan, or a string such as "dp=64,tp=8"; '
                          "make one with shardwright plan -o plan.json")  # fmt: skip
     exact = read_precision(_precision_of(plan) if precision is None else precision)
     args, kwargs = arguments_of(example)
@@ -143,7 +143,7 @@ def _read(
 
 
 def _precision_of(plan: PlanLike) -> str | None:
-    """The precision that a plan says it was made for."""
+    """The precision that a plan names."""
     if isinstance(plan, Plan):
         predicted = plan.predicted
     elif isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
@@ -155,7 +155,7 @@ def _precision_of(plan: PlanLike) -> str | None:
 
 
 def _ordered(captured: CapturedGraph, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call in the order in which they were captured."""
+    """The arguments of a call in capture order."""
     args, kwargs = arguments_of(example)
     return args, {name: kwargs[name] for name in captured.keywords}
 

@@ -1,4 +1,4 @@
-"""What a rehearsal found, as something to look at."""
+"""The result of a rehearsal, printable."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..verify.measure import render
 from .layers import KeptLayers
 
 Collectives = dict[tuple[str, str], int]
-"""How often a converter of a kind stands in a program, by kind and axes."""
+"""Number of reshards in a program, by kind and axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A plan that was run at small sizes in one process. True if it does what one device does.
+    """A plan that was run at small sizes in one process. True if it matches one device.
 
-    meshes         of each kind of stage, as the plan has it and as it was run
+    meshes         of each kind of stage, in the plan and in the rehearsal
     layers         which layers were kept
-    sizes          for each real size the small one; those that stayed as they are in `kept`
-    collectives    the changes of layout in the programs that ran, by kind and axes
-    changed        where the small program is not what the real one is: nothing, if the rehearsal is good
-    report         what was compared, tensor by tensor
+    sizes          for each real size the small one; unchanged ones are in `kept`
+    collectives    the reshards in the programs that ran, by kind and axes
+    changed        where the small program differs from the real one: empty for a faithful rehearsal
+    report         the comparison, tensor by tensor
     """
 
     title: str
@@ -55,7 +55,7 @@ class Rehearsal:
     def raise_on_failure(self) -> Rehearsal:
         """This rehearsal, or a ParityError that lists what differs."""
         self.report.raise_on_failure()
-        raise_all(ParityError, f"{self.title}: the program that was rehearsed is not that of the plan;", self.changed)
+        raise_all(ParityError, f"{self.title}: the rehearsed program is not that of the plan;", self.changed)
         return self
 
     def __rich__(self) -> Group:
@@ -70,10 +70,10 @@ class Rehearsal:
         shown = [f"{real} -> {small}" for real, small in self.sizes if real != small]
         table.add_row("sizes", str(len(self.sizes)), ", ".join(shown))
         for note in self.kept:
-            table.add_row("sizes that stay", note, "")
+            table.add_row("sizes kept as is", note, "")
         moves = ", ".join(f"{kind} over {axes} x {count}" for (kind, axes), count in sorted(self.collectives.items()))
-        table.add_row("changes of layout", "", moves or "none")
-        lines = [Text(f"not as in the plan: {line}", style="red") for line in self.changed]
+        table.add_row("reshards", "", moves or "none")
+        lines = [Text(f"differs from the plan: {line}", style="red") for line in self.changed]
         return Group(table, *lines, self.report, Text(f"{self.seconds:.1f} s"))
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Rehearsal:
 
 
 def collectives_of(programs: Iterable[LoweredProgram]) -> Collectives:
-    """The changes of layout that programs have, by kind and axes."""
+    """The reshards in programs, by kind and axes."""
     counts: Counter[tuple[str, str]] = Counter()
     for program in programs:
         for op in program.body:
@@ -91,7 +91,7 @@ def collectives_of(programs: Iterable[LoweredProgram]) -> Collectives:
 
 
 def structure_of(program: LoweredProgram) -> list[str]:
-    """What a program does, without sizes: its ops and converters, in order."""
+    """The structure of a program without sizes: its ops and reshards, in order."""
     lines = []
     for op in program.body:
         axes = op.argument("axes") if op.target.startswith("comm.") else ()
@@ -100,7 +100,7 @@ def structure_of(program: LoweredProgram) -> list[str]:
 
 
 def differences(real: Sequence[LoweredProgram], small: Sequence[LoweredProgram]) -> list[str]:
-    """Where two rows of programs differ in what they do, the first place of each."""
+    """The first difference of each pair of programs."""
     lines = []
     for number, pair in enumerate(zip(real, small, strict=True)):
         a, b = map(structure_of, pair)

@@ -1,10 +1,10 @@
 """A graph at small sizes: every shape and every size among the arguments, mapped together.
 
-The shapes follow from the atoms of the real graph (`sizes.py`), and each op is called on tensors without memory to see
-that it makes them. Where it does not, something was a size that the atoms know nothing of, and that is mended:
+The shapes follow from the atoms of the real graph (`sizes.py`), and each op is called on meta tensors to check them.
+Where they differ, some argument was a size that the atoms don't know, which is repaired:
 
-    the op makes another size of an atom that begins here (a convolution's rows)     that size is taken
-    the op can't be called, or makes something else     its atoms keep their real sizes: those it looks along, then all
+    the op outputs another size for an atom that begins here (a convolution's width)     that size is taken
+    the op can't be called, or outputs something else     its atoms keep their real sizes: first those it works along
 
 and everything starts again. An op that can't be called at its real sizes either is refused, with its line.
 """
@@ -29,11 +29,11 @@ from .sizes import Sizes, leaves
 FLOATS = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
 
 MOST = 2**28
-"""Elements of all values of a graph that is rehearsed, 2 GiB in float64."""
+"""Maximum elements of all values of a rehearsed graph, 2 GiB in float64."""
 
 
 class Unfit(Exception):
-    """An op that can't be run at the sizes it has. `shapes` are those that came out, if any."""
+    """An op that can't run at its small sizes. `shapes` are its outputs', if any."""
 
     def __init__(self, op: Op, why: str, shapes: Sequence[tuple[int, ...]] = ()) -> None:
         super().__init__(why)
@@ -41,7 +41,7 @@ class Unfit(Exception):
 
 
 def widened(graph: Graph) -> Graph:
-    """The same graph with all floats in double precision. Casts stay, and cast nothing."""
+    """The same graph with all floats in double precision. Casts stay as no-ops."""
 
     def wide(argument: object) -> object:
         if isinstance(argument, Dtype):
@@ -57,7 +57,7 @@ def widened(graph: Graph) -> Graph:
 
 
 def shrunk(graph: Graph, sizes: Sizes) -> Graph:
-    """The graph at small sizes, not yet tried."""
+    """The graph at small sizes, unchecked."""
     analysis = sizes.analysis
     values = {name: replace(value, shape=sizes.shape(name)) for name, value in graph.values.items()}
 
@@ -80,7 +80,7 @@ def shrunk(graph: Graph, sizes: Sizes) -> Graph:
 def fit(
     graph: Graph, sizes: Sizes, functions: Mapping[str, ImportedFunction], attempt: Callable[[Graph], None]
 ) -> Graph:
-    """The graph at small sizes that it runs at, some of them mended. `attempt` runs it with values."""
+    """The graph at small sizes that it runs at, some of them repaired. `attempt` runs it with values."""
     while True:
         small = check(shrunk(graph, sizes))
         try:
@@ -90,38 +90,38 @@ def fit(
         except Unfit as error:
             if not _mend(error, sizes):
                 raise PlanError(
-                    f"{error.op} can't be made smaller, and can't be run at its real sizes either: {error.why}; it has "
-                    "to be tried on a machine that is large enough, with sw.verify"
+                    f"{error.op} can't run at small sizes nor at its real sizes: {error.why}; "
+                    "use sw.verify on a machine that is large enough"
                 ) from error
             continue
         return small
 
 
 def _check_room(graph: Graph, sizes: Sizes) -> None:
-    """Refuse what would not fit a laptop, before anything is allocated."""
+    """Refuse what would not fit on a laptop, before anything is allocated."""
     total = sum(value.elements for value in graph.values.values())
     if total > MOST:
         raise PlanError(
-            f"the small graph of {graph.name} still has {total:,} elements, where {MOST:,} are the most that is "
-            f"rehearsed, since these sizes could not be made smaller: {'; '.join(sizes.kept()) or 'none'}; plan for an "
-            "example of smaller sizes"
+            f"the small graph of {graph.name} still has {total:,} elements, more than the {MOST:,} that can be "
+            f"rehearsed, since these sizes could not shrink: {'; '.join(sizes.kept()) or 'none'}; plan for an "
+            "smaller example"
         )
 
 
 def try_shapes(graph: Graph, functions: Mapping[str, ImportedFunction]) -> None:
-    """Call every op on tensors without memory; Unfit for the first that does not make what the graph says."""
+    """Call every op on meta tensors; raises Unfit for the first whose outputs differ from the graph."""
     values = {
         name: torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
         for name, value in graph.values.items()
     }
     for op in graph.ops:
-        if op.target == OPAQUE:  # these are seen when they run
+        if op.target == OPAQUE:  # these are checked when they run
             continue
         expect(op, graph, run_fitting(op, [values[name] for name in op.inputs], functions))
 
 
 def run_fitting(op: Op, tensors: Sequence[Tensor], functions: Mapping[str, ImportedFunction]) -> tuple[Tensor, ...]:
-    """What an op gives; Unfit if it can't be called."""
+    """Run an op; raises Unfit if it can't be called."""
     try:
         with torch.device("meta") if tensors and tensors[0].is_meta else torch.device("cpu"):
             return run_op(op, tensors, functions)
@@ -133,11 +133,11 @@ def expect(op: Op, graph: Graph, tensors: Sequence[Tensor]) -> None:
     wanted = [graph.values[name].shape for name in op.outputs]
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if shapes != wanted:
-        raise Unfit(op, f"it makes {list(map(list, shapes))} where {list(map(list, wanted))} is expected", shapes)
+        raise Unfit(op, f"it outputs {list(map(list, shapes))} instead of {list(map(list, wanted))}", shapes)
 
 
 def _mend(error: Unfit, sizes: Sizes) -> bool:
-    """Change the sizes around an op that does not fit; whether there was anything to change."""
+    """Change the sizes around an op that does not fit; returns whether anything changed."""
     analysis, op = sizes.analysis, error.op
     if len(error.shapes) == len(op.outputs) and _take(error, sizes):
         return True
@@ -145,7 +145,7 @@ def _mend(error: Unfit, sizes: Sizes) -> bool:
 
 
 def _take(error: Unfit, sizes: Sizes) -> bool:
-    """Take over the sizes that an op makes, where they are of atoms that it begins."""
+    """Adopt the sizes that an op outputs, for atoms that begin at it."""
     analysis, op = sizes.analysis, error.op
     known = {atom for name in op.inputs for dim in analysis.dims[name] for atom in leaves(analysis, dim)}
     changed = False
@@ -159,14 +159,14 @@ def _take(error: Unfit, sizes: Sizes) -> bool:
             atoms = analysis.atoms.expand(dim)
             if len(atoms) != 1 or atoms[0] in known or analysis.atoms.sections(atoms[0]) is not None or size < 2:
                 return False
-            if atoms[0] in sizes.fixed:  # it was mended before, and something else wants it otherwise
+            if atoms[0] in sizes.fixed:  # already repaired, and another op conflicts
                 return False
             changed = sizes.fix(atoms[0], size, str(op)) or changed
     return changed
 
 
 def _looked_along(analysis: Analysis, op: Op) -> Iterator[int]:
-    """The atoms that an op does not just carry along: of dims without a label, with a blocked one, or looked up."""
+    """The atoms that an op works along: of dims without a label, with a blocked one, or indexed."""
     signature = analysis.signatures[op.name]
     sums = signature.rule.sums if signature.rule is not None else {}
     shown = {label for bound in signature.outputs for dim in bound.dims for section in dim for label in section}

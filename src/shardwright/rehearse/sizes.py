@@ -1,9 +1,9 @@
-"""Small sizes for the atoms of a graph, under which a plan does to every dim what it does at the real ones.
+"""Small sizes for the atoms of a graph, under which a plan shards every dim as at the real sizes.
 
-A size is mapped to a small one wherever it stands, so that equal ones stay equal and larger ones larger; sizes that
-differ by little (a sequence and its labels, shifted by one) still differ by that. Dims are products and rows of atoms
-and follow from them. What the plan cuts evenly is cut evenly at the small size too, what it cuts unevenly unevenly, and
-a device that gets nothing still gets nothing:
+A size maps to the same small one everywhere, so that equal sizes stay equal and larger ones larger; sizes that differ
+by little (a sequence and its labels, shifted by one) keep their difference. Dims are products and concatenations of
+atoms and follow from them. Even shards stay even, uneven ones uneven, and a device with an empty shard still has an
+empty one:
 
     128256 on tp=8    ->   12 on tp=2                   even
      50257 on tp=8    ->   13 on tp=3: 5, 5, 3          uneven; two devices would hide an off-by-one
@@ -24,23 +24,23 @@ from ..rules.atoms import Dim
 from ..rules.role import ROWS
 
 NEAR = 2
-"""Sizes that differ by no more keep the difference,"""
+"""Sizes that differ by at most this keep their difference,"""
 
 TINY = 8
 """if they are larger than this."""
 
 LONGEST, SHORT = 4, 8
-"""An axis has at most so many devices, or as many as in the plan, if those are few."""
+"""The maximum size of an axis; short axes of the plan stay as they are."""
 
 TRIES = 4096
 
 Axes = tuple[tuple[str, int], ...]
-"""The axes that share something, each with its size, in order."""
+"""The axes that shard something, each with its size, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An atom and the axes that share it. `even`: only that a multiple of them does, as the dim it is in is shared."""
+    """An atom and the axes that shard it. `even`: only its dim is sharded, so it need only divide a multiple."""
 
     atom: int
     axes: Axes
@@ -49,12 +49,12 @@ class Shared:
 
 @dataclass
 class Sizes:
-    """The small size of every atom. `fixed` are atoms whose size is known otherwise: kept, or what an op makes."""
+    """The small size of every atom. `fixed` are atoms with a given size: the real one, or that of an op's output."""
 
     analysis: Analysis
     images: Mapping[int, int]
     fixed: dict[int, int] = field(default_factory=dict)
-    because: dict[int, str] = field(default_factory=dict)  # the op that an atom has its size of
+    because: dict[int, str] = field(default_factory=dict)  # the op that fixed an atom's size
 
     def atom(self, atom: int) -> int:
         if atom in self.fixed:
@@ -74,7 +74,7 @@ class Sizes:
         return tuple(self.dim(dim) for dim in self.analysis.dims[value])
 
     def fix(self, atom: int, size: int, because: str) -> bool:
-        """Give an atom a size of its own; whether that changes anything."""
+        """Fix the size of an atom; returns whether that changes anything."""
         changed = self.fixed.get(atom) != size
         self.fixed[atom] = size
         if changed:
@@ -82,12 +82,12 @@ class Sizes:
         return changed
 
     def keep(self, atoms: Iterable[int], because: str) -> bool:
-        """Keep atoms at their real sizes; whether that changes anything."""
+        """Keep atoms at their real sizes; returns whether that changes anything."""
         changed = [self.fix(atom, self.analysis.atoms.size[atom], because) for atom in atoms]  # all of them
         return any(changed)
 
     def kept(self) -> tuple[str, ...]:
-        """What has its real size, and the op that asks for it."""
+        """Atoms with their real sizes, and the ops that require it."""
         total: dict[str, set[int]] = {}
         for atom, size in self.fixed.items():
             if size == self.analysis.atoms.size[atom]:
@@ -96,7 +96,7 @@ class Sizes:
 
 
 def leaves(analysis: Analysis, dim: Dim) -> Iterator[int]:
-    """The atoms of a dim, rows of sections opened."""
+    """The atoms of a dim, concatenated sections expanded."""
     for atom in analysis.atoms.expand(dim):
         sections = analysis.atoms.sections(atom)
         if sections is None:
@@ -107,7 +107,7 @@ def leaves(analysis: Analysis, dim: Dim) -> Iterator[int]:
 
 
 def shared_atoms(analysis: Analysis, mesh: Mesh, name: str, choice: Mapping[str, str]) -> Iterator[Shared]:
-    """What the choice of an op shares out, over axes in the order of the mesh."""
+    """What the choice of an op shards, over axes in mesh order."""
     signature = analysis.signatures[name]
     uses: dict[int, list[tuple[str, int]]] = {}
     for axis in mesh.axes:
@@ -124,10 +124,10 @@ def shared_atoms(analysis: Analysis, mesh: Mesh, name: str, choice: Mapping[str,
 def small_axes(
     analysis: Analysis, shared: Iterable[Shared], axes: Mapping[str, int], microbatches: int
 ) -> Iterator[dict[str, int]]:
-    """Sizes for the axes, the best first: two devices, three where something is shared unevenly; in time as told.
+    """Sizes for the axes, best first: two devices, three where something is sharded unevenly; microbatches as given.
 
-    Then larger ones, those first of which the longer axes are still the longer ones: which way between two layouts is
-    the cheapest may depend on that.
+    Then larger ones, preferring those that keep the order of the axes by length: the cheapest path between two layouts
+    may depend on it.
     """
     least = {name: min(size, 2) for name, size in axes.items()}
     for use in shared:
@@ -151,7 +151,7 @@ def small_axes(
 
 
 def choose_sizes(analysis: Analysis, shared: Iterable[Shared], small: Mapping[str, int], gap: int = 1) -> Sizes:
-    """Small sizes for all atoms of a graph, for axes of small sizes, at least `gap` apart where they can be."""
+    """Small sizes for all atoms of a graph, for the sizes of the axes, at least `gap` apart where possible."""
     real = analysis.atoms.size
     uses: dict[int, set[Shared]] = {}
     for use in shared:
@@ -164,7 +164,7 @@ def choose_sizes(analysis: Analysis, shared: Iterable[Shared], small: Mapping[st
         base = _smallest(cluster, uses, small, top + gap, set(images.values()))
         if base is not None:
             images |= {size: base + size - cluster[0] for size in cluster}
-        for size in cluster if base is None else ():  # they are not shared alike, and can't stay near each other
+        for size in cluster if base is None else ():  # they are sharded differently, and can't stay close
             alone = _smallest([size], uses, small, top + gap, set(images.values()))
             if alone is None:
                 raise _refusal(size, uses)
@@ -177,13 +177,13 @@ def choose_sizes(analysis: Analysis, shared: Iterable[Shared], small: Mapping[st
 def _refusal(size: int, uses: Mapping[int, set[Shared]]) -> PlanError:
     over = {" x ".join(f"{name}={count}" for name, count in use.axes) for use in uses[size]}
     return PlanError(
-        f"the plan shares a size of {size} over {' and over '.join(sorted(over))}, and no small size is shared in the "
-        "same ways, so that it can't be rehearsed; make the plan for another batch or mesh"
+        f"the plan shards a size of {size} over {' and over '.join(sorted(over))}, and no small size is sharded in the "
+        "same way, so it can't be rehearsed; plan for another batch or mesh"
     )
 
 
 def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Sizes that are near each other, in order."""
+    """Sizes that are close to each other, in order."""
     cluster: list[int] = []
     for size in sizes:
         if cluster and (cluster[0] <= TINY or size - cluster[-1] > NEAR):
@@ -197,9 +197,9 @@ def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
 def _smallest(
     cluster: Sequence[int], uses: Mapping[int, set[Shared]], small: Mapping[str, int], start: int, used: set[int]
 ) -> int | None:
-    """The smallest image of the first of some sizes for which all are shared out as they are.
+    """The smallest image of the first of some sizes for which all are sharded as in the plan.
 
-    Larger than what smaller sizes have, if there is such an image: a batch of one row a device may have none.
+    Larger than the images of smaller sizes, if possible: a batch of one sample per device may have none.
     """
     first = cluster[0]
     own: tuple[int, ...] = (first,) if start <= first <= 3 else ()
@@ -211,7 +211,7 @@ def _smallest(
 
 
 def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> bool:
-    """Whether axes share a small size as they share the real one: evenly or not, with something for all or not."""
+    """Whether axes shard a small size like the real one: evenly or not, with empty shards or not."""
     few = [(count, min(small[name], count)) for name, count in shared.axes]
     if shared.even:
         return not image % math.prod(now for _, now in few)
@@ -219,4 +219,4 @@ def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> b
         if (size % count == 0) != (image % now == 0) or fills_every_chunk(size, count) != fills_every_chunk(image, now):
             return False
         size, image = -(-size // count), -(-image // now)
-    return (size > 1) == (image > 1)  # what is left is no dim of one
+    return (size > 1) == (image > 1)  # the local dim must not become 1

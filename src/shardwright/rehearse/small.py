@@ -1,8 +1,8 @@
-"""The small plan: what stands for a plan in a rehearsal, found by trying sizes until the program is the same.
+"""The small plan that represents a plan in a rehearsal, found by trying sizes until the programs match.
 
-Which sizes the atoms and the axes have can change what a program does: two sizes that are equal by chance make parts
-equal that were not, and which way between two layouts is the cheapest may depend on the lengths of the axes. So the
-plan is lowered at real sizes and at small ones, and if the two programs differ in more than sizes, others are tried.
+The sizes of atoms and axes can change a program: two sizes that are equal by chance make parts equal that were not,
+and the cheapest path between two layouts may depend on the lengths of the axes. So the plan is lowered at real and at
+small sizes, and if the two programs differ in more than sizes, others are tried.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .stages import SmallCluster, shrink_cluster
 from .translate import decided_by, lowered, shared_by, storage_of, stored_by, translated
 
 TRIES = 9
-"""Sizes of the mesh and of atoms that are tried until the small program does what the real one does."""
+"""Maximum number of sizes that are tried until the small program matches the real one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallPlan:
-    """A plan at small sizes, with its graph. `changed`: where its program is not the plan's but for sizes."""
+    """A plan at small sizes, with its graph. `changed`: differences of its program from the plan's, except sizes."""
 
     layers: tuple[KeptLayers, ...]
     real: Plan  # for the same layers, at real sizes
@@ -48,7 +48,7 @@ class SmallPlan:
     small_call: SmallCall
 
     def result(self, title: str, known: Plan, report: Report, seconds: float) -> Rehearsal:
-        """What is to be said of a run."""
+        """The result of a run."""
         real, small = ([segment.mesh for segment in plan.segments] for plan in (self.real, self.plan))
         pairs = dict.fromkeys((str(long), str(short)) for long, short in zip(real, small, strict=True))
         return Rehearsal(
@@ -61,7 +61,7 @@ class SmallPlan:
 
 
 def shrink(plan: Plan, captured: CapturedGraph, model: nn.Module, leaves: Sequence[Any], seed: int = 0) -> SmallPlan:
-    """A plan for a captured call at small sizes, seen to run on one device. `leaves` are the call's arguments."""
+    """A plan for a captured call at small sizes, which runs on one device. `leaves` are the call's arguments."""
     graph = captured.graph
     _check(plan, graph)
     cluster = shrink_cluster(plan, plan.entries[graph.entry])
@@ -72,7 +72,7 @@ def shrink(plan: Plan, captured: CapturedGraph, model: nn.Module, leaves: Sequen
     try:
         programs = lowered(decided.graph, real, analysis)
     except PlanError as error:
-        raise PlanError(f"the plan does not fit this call of the model, which has to be as large as the one that it "
+        raise PlanError(f"the plan does not fit this call of the model, which must have the size that the plan "
                         f"was made for (--batch, --seq): {error}") from error  # fmt: skip
     shrinker = _Shrinker(
         plan=plan, cluster=cluster, decided=decided, layers=layers, analysis=analysis, real=real, programs=programs,
@@ -84,7 +84,7 @@ def shrink(plan: Plan, captured: CapturedGraph, model: nn.Module, leaves: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class _Shrinker:
-    """A plan and a graph of few layers at real sizes, and what is to be kept of how things are shared."""
+    """A plan and a graph of few layers at real sizes, and which shards must stay even or uneven."""
 
     plan: Plan
     cluster: SmallCluster
@@ -97,7 +97,7 @@ class _Shrinker:
     small_call: SmallCall
 
     def best(self) -> SmallPlan:
-        """The first small plan whose program is that of the real one, or else the one that is nearest to it."""
+        """The first small plan whose program matches the real one, or else the closest."""
         best: SmallPlan | None = None
         refusal: PlanError | None = None
         for axes, gap in islice(self._tries(), TRIES):
@@ -116,7 +116,7 @@ class _Shrinker:
         return best
 
     def _tries(self) -> Iterator[tuple[Mapping[str, int], int]]:
-        """Sizes of axes, and how far sizes of atoms are apart at least."""
+        """Sizes of axes, and the minimum distance between sizes of atoms."""
         axes = tuple(
             islice(small_axes(self.analysis, self.shared, self.cluster.axes, self.cluster.microbatches), TRIES)
         )
@@ -137,7 +137,7 @@ class _Shrinker:
         )  # fmt: skip
 
     def _stored_otherwise(self, programs: Sequence[LoweredProgram], plan: Plan) -> list[str]:
-        """The parameters that are not stored as in the plan."""
+        """The parameters that are stored differently from the plan."""
         real = storage_of(self.programs, [segment.mesh for segment in self.real.segments])
         small = storage_of(programs, [segment.mesh for segment in plan.segments])
         return [f"{long} is {short} at small sizes" for long, short in zip(real, small, strict=True) if long != short]
@@ -147,10 +147,12 @@ def _check(plan: Plan, graph: Graph) -> None:
     """Refuse what can't be rehearsed."""
     plan.check_against(graph)
     if graph.entry not in plan.entries:
-        raise PlanError(f"the plan has no entry {graph.entry!r}, and training is what is rehearsed; it has "
+        raise PlanError(f"the plan has no entry {graph.entry!r}, but a rehearsal trains; it has "
                         f"{', '.join(plan.entries)}")  # fmt: skip
     if plan.local:
-        raise PlanError('a plan for microbatch_semantics="local" is not rehearsed: its model is not that of one device')
+        raise PlanError(
+            'a plan for microbatch_semantics="local" has no rehearsal: it does not compute what one device does'
+        )
     if graph.branches:
         op = next(op for op in graph.ops if op.target in ("call.cond", "call.scan", "call.while_loop"))
-        raise PlanError(f"{op} runs graphs of its own, which are not made smaller; use sw.verify on a small model")
+        raise PlanError(f"{op} has subgraphs, which can't be scaled down; use sw.verify on a small model")

@@ -1,4 +1,4 @@
-"""What stands for the user's model in a rehearsal: a module of random values, and the small graph of its call."""
+"""The stand-in for the user's model in a rehearsal: a module of random values, and the small graph of its call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .shrink import expect, run_fitting
 
 @dataclass(frozen=True, kw_only=True)
 class SmallCall:
-    """Makes the call of the small graph out of the call of the real one.
+    """Derives the call of the small graph from the real one.
 
-    module    the user's, for the submodules that stay as they are and for buffers that have values
+    module    the user's, for opaque submodules and for buffers that have values
     leaves    the arguments of the real call, in the order of `captured.input_leaves`
-    rename    from the path of a submodule to what it is with fewer layers
+    rename    maps the path of a submodule to its path with fewer layers
     """
 
     captured: CapturedGraph
@@ -66,7 +66,7 @@ class SmallCall:
         )  # fmt: skip
 
     def attempt(self, graph: Graph) -> None:
-        """Run the small graph forward once; Unfit for an op that its values don't suit."""
+        """Run the small graph forward once; raises Unfit for an op that rejects its values."""
         module = self._module(graph)
         call = self.call(graph, module)
         tensors = [leaf for leaf in self._arguments(graph) if isinstance(leaf, Tensor)]
@@ -77,7 +77,7 @@ class SmallCall:
         for state in graph.buffers:
             known = call.constants.get(state.value)
             values[state.value] = buffers[state.key] if known is None else known
-        doubtful: Op | None = None  # memory that is not filled yet may hold anything
+        doubtful: Op | None = None  # uninitialized memory may contain anything
         for op in graph.ops:
             outputs = run_fitting(op, [values[name] for name in op.inputs], call.functions)
             expect(op, graph, outputs)
@@ -93,7 +93,7 @@ class SmallCall:
         return module_of(graph, self.module, paths, self.captured.constants, self.seed)
 
     def _kept_calls(self, graph: Graph) -> list[tuple[OpaqueCall, str]]:
-        """The calls of submodules that stay as they are, with their path in the user's model."""
+        """The calls of opaque submodules, with their path in the user's model."""
         there = {op.argument("op_key") for op in graph.ops if op.target == OPAQUE}
         calls: list[tuple[OpaqueCall, str]] = []
         for old, call in self.captured.opaques.items():
@@ -103,7 +103,7 @@ class SmallCall:
         return calls
 
     def _opaques(self, graph: Graph) -> dict[str, OpaqueCall]:
-        """The same calls, which return what the small graph says."""
+        """The same calls, with the output shapes of the small graph."""
         outputs = {op.argument("op_key"): op.outputs for op in graph.ops if op.target == OPAQUE}
         calls: dict[str, OpaqueCall] = {}
         for call, _ in self._kept_calls(graph):
@@ -135,6 +135,6 @@ class SmallCall:
 
 def _not_finite(op: Op) -> NonFiniteError:
     return NonFiniteError(
-        f"{op} gives numbers that are not finite with the random values of a rehearsal, which can't be compared; "
-        "pass an example with values that it can take"
+        f"{op} returns non-finite values for the random inputs of a rehearsal, which can't be compared; "
+        "pass an example with valid values"
     )

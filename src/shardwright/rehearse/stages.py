@@ -1,9 +1,9 @@
-"""A smaller cluster: meshes of two or three along each axis, of each kind of pipeline rank the first two and the last.
+"""A smaller cluster: axes of two or three, and the first two and the last of each kind of pipeline rank.
 
     16 pipeline ranks of dp=8 x tp=8, 96 microbatches        3 of dp=2 x tp=2, 6 microbatches
 
-The stages of a pipeline rank that goes are taken over by the second of its kind, for the same part of each schedule's
-round; a stage that begins in the middle of a layer still does.
+The second pipeline rank of a kind takes over the stages of those that are dropped, chunk by chunk of an interleaved
+schedule; a stage that begins in the middle of a layer still does.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Devices = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallCluster:
-    """What stands for the stages of a plan."""
+    """The stages that represent those of a plan."""
 
-    stage: tuple[int, ...]  # for each stage of the plan the one that takes it over
-    like: tuple[int, ...]  # for each stage that is kept its number in the plan
-    meshes: tuple[Mesh, ...]  # of the stages that are kept, as the plan has them
+    stage: tuple[int, ...]  # for each stage of the plan the kept one that takes it over
+    like: tuple[int, ...]  # for each kept stage its index in the plan
+    meshes: tuple[Mesh, ...]  # of the kept stages, as in the plan
     microbatches: int
-    schedule: Schedule | None  # of the pipeline ranks that are kept, if the plan spells one out
+    schedule: Schedule | None  # of the kept pipeline ranks, if the plan spells one out
 
     @property
     def axes(self) -> dict[str, int]:
-        """The longest that each axis is."""
+        """The maximum size of each axis."""
         longest: dict[str, int] = {}
         for mesh in self.meshes:
             longest |= {axis.name: max(axis.size, longest.get(axis.name, 1)) for axis in mesh.axes}
         return longest
 
     def meshes_of(self, sizes: Mapping[str, int]) -> tuple[Mesh, ...]:
-        """The meshes of the stages that are kept, with axes no longer than `sizes` says, devices numbered anew."""
+        """The meshes of the kept stages, with axes limited to `sizes`, devices renumbered."""
         pp_ranks: dict[Devices, Mesh] = {}
         count = 0
         for mesh in self.meshes:
@@ -58,7 +58,7 @@ class SmallCluster:
 
 
 def shrink_cluster(plan: Plan, segments: Sequence[PlanStage]) -> SmallCluster:
-    """Which stages and how many microbatches stand for those of a plan."""
+    """Which stages and how many microbatches represent those of a plan."""
     meshes = [segment.mesh for segment in segments]
     pp_ranks = list(dict.fromkeys(mesh.devices for mesh in meshes))
     at = {devices: number for number, devices in enumerate(pp_ranks)}
@@ -79,8 +79,8 @@ def shrink_cluster(plan: Plan, segments: Sequence[PlanStage]) -> SmallCluster:
 
 
 def _heirs(shapes: Sequence[tuple[Axis, ...]], *, spelled_out: bool) -> list[int]:
-    """For each pipeline rank the one that takes its stages over: itself, or the second of its run of equal ones."""
-    if spelled_out:  # a schedule that has no name can't be made for fewer
+    """For each pipeline rank the one that takes over its stages: itself, or the second of its run of equal ones."""
+    if spelled_out:  # a schedule without a name can't be shortened
         return list(range(len(shapes)))
     heirs: list[int] = []
     for start, end in _runs(shapes):
@@ -97,8 +97,8 @@ def _runs(shapes: Sequence[tuple[Axis, ...]]) -> Iterator[tuple[int, int]]:
 
 
 def _taken_over(number: int, place: Sequence[int], heir: Sequence[int], kept: Sequence[int]) -> int:
-    """The kept stage, by its new number, that a stage becomes a part of: the next before or after it, so that stages
-    stay in their order. One of the two is of the rank that inherits: ranks come one after the other, down or up."""
+    """The kept stage, by its new index, that absorbs a stage: the next before or after it, so that stages
+    stay in order. One of the two belongs to the rank that takes over: ranks are visited in order, down or up."""
     before = max((at for at in kept if at <= number), default=kept[0])
     after = min((at for at in kept if at >= number), default=kept[-1])
     mine = heir[place[number]]
@@ -106,7 +106,7 @@ def _taken_over(number: int, place: Sequence[int], heir: Sequence[int], kept: Se
 
 
 def _microbatches(count: int, ranks: int, left: int) -> int:
-    """As many a pipeline rank as before, up to two."""
+    """As many per pipeline rank as before, up to two."""
     if count >= 2 * ranks:
         return min(count, max(2 * left, 2))
     if count >= ranks:

@@ -1,4 +1,4 @@
-"""A plan said again for a graph of fewer layers, on fewer stages, on meshes of other sizes."""
+"""Translate a plan to a graph of fewer layers, on fewer stages, on smaller meshes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stages import SmallCluster
 
 
 def decided_by(plan: Plan, graph: Graph, cluster: SmallCluster) -> Decided:
-    """What a plan decides for a graph, stages numbered as the small cluster has them."""
+    """The decisions of a plan for a graph, with the stages of the small cluster."""
     segments = plan.entries[graph.entry]
     return Decided(
         graph=graph,
@@ -33,7 +33,7 @@ def decided_by(plan: Plan, graph: Graph, cluster: SmallCluster) -> Decided:
 
 
 def translated(plan: Plan, decided: Decided, analysis: Analysis, meshes: Sequence[Mesh], cluster: SmallCluster) -> Plan:
-    """The plan for what is left of a graph, on these meshes."""
+    """The plan for the rest of a graph, on these meshes."""
     graph = decided.graph
     parts = [tuple(op.name for op in graph.ops)]
     if len(meshes) > 1:
@@ -63,7 +63,7 @@ def lowered(graph: Graph, plan: Plan, analysis: Analysis) -> tuple[LoweredProgra
 
 
 def shared_by(decided: Decided, analysis: Analysis, meshes: Sequence[Mesh], microbatches: int) -> Iterator[Shared]:
-    """What the choices of all ops share out, over devices and in time."""
+    """What the choices of all ops shard, over devices and over microbatches."""
     times = [timed(mesh, microbatches) for mesh in meshes]
     for op in decided.graph.ops:
         choice = decided.choices.get(op.name, {})
@@ -72,9 +72,9 @@ def shared_by(decided: Decided, analysis: Analysis, meshes: Sequence[Mesh], micr
 
 
 def stored_by(analysis: Analysis, programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> Iterator[Shared]:
-    """What ZeRO shares out of parameters, or would if it had room: it takes the first dim that is long enough.
+    """What ZeRO shards of parameters, or would if it could: it takes the first dim that is long enough.
 
-    A dim of one atom is shared as that atom is; of several the largest is a multiple, if the dim divides evenly.
+    A dim of one atom is sharded like that atom; of several the largest is a multiple, if the dim divides evenly.
     """
     for holding, layout, mesh in _layouts(programs, meshes):
         zero = tuple((name, mesh.sizes[name]) for name, _ in holding.zero)
@@ -92,7 +92,7 @@ def stored_by(analysis: Analysis, programs: Sequence[LoweredProgram], meshes: Se
 def _layouts(
     programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]
 ) -> Iterator[tuple[ParameterPlacement, Layout, Mesh]]:
-    """For every parameter that ZeRO stores split: how."""
+    """How ZeRO shards each parameter."""
     for program, mesh in zip(programs, meshes, strict=True):
         for holding in program.parameters:
             if holding.zero:
@@ -104,7 +104,7 @@ def _layouts(
 
 
 def storage_of(programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> list[str]:
-    """How parameters are stored, without sizes: the axes that cut each dim, and whether evenly."""
+    """How parameters are stored, without sizes: the axes that shard each dim, and whether evenly."""
     return [
         f"{holding.key} stored as {layout} "
         + " ".join(

@@ -1,4 +1,9 @@
-"""What was decided, for people to read: a plan explained, two plans compared."""
+"""Plans for people to read: one plan explained, two plans compared.
+
+`screen.py` and `pipeline.py` show the predicted cost on one screen, from the plan file alone. `explain.py` adds tables
+of every decision, `communication.py` counts collectives, `why.py` prices the alternatives of an op, `difference.py`
+compares two plans, all on the terms of `conditions.py`.
+"""
 
 from .difference import Difference, diff
 from .explain import Explanation, explain

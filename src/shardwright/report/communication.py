@@ -1,7 +1,7 @@
-"""What a program sends: its collectives by kind and axis, with counts and bytes, both directions.
+"""What a program communicates: its collectives by kind and axis, with counts and bytes, forward and backward.
 
-Bytes are those of the tensor that a rank hands to a collective or gets from it, whichever is
-larger; what really crosses the wire depends on the algorithm, and is not this room's business.
+Bytes are those of the tensor that a rank passes to a collective or gets from it, whichever is
+larger. What crosses the wire depends on the algorithm and is not counted here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CollectiveTotal:
 
 
 def totals(program: LoweredProgram) -> tuple[CollectiveTotal, ...]:
-    """What one training step sends, added up, in the order forward, backward, once a step."""
+    """The collectives of one training step, added up, in the order forward, backward, once a step."""
     sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
     for sent in (*_of_converters(program), *_of_parameters(program)):
         sums.setdefault((sent.when, sent.collective, sent.axes), []).append(sent.bytes)
@@ -57,7 +57,7 @@ KEEP_NOTHING = frozenset(
 
 
 def runs_again(program: LoweredProgram) -> set[str]:
-    """The ops that backward runs again: those of a region up to the last one that keeps something."""
+    """The ops that are recomputed in backward: those of a region up to the last one that saves a tensor."""
     names: set[str] = set()
     pending: dict[str, list[str]] = {}
     for op in program.body:
@@ -89,7 +89,7 @@ def _of_converters(program: LoweredProgram) -> Iterator[IssuedCollective]:
 
 
 def _of_parameters(program: LoweredProgram) -> Iterator[IssuedCollective]:
-    """Once a step: sums of gradients, and what ZeRO gathers (in fact joined into buckets)."""
+    """Once a step: gradient sync and ZeRO's gathers (at run time coalesced into buckets)."""
     if not program.graph.entry.startswith("train"):
         return
     for holding in program.parameters:
@@ -107,12 +107,12 @@ def _of_parameters(program: LoweredProgram) -> Iterator[IssuedCollective]:
 
 
 def parameter_bytes(program: LoweredProgram, holding: ParameterPlacement) -> int:
-    """What a rank computes with of a parameter."""
+    """Bytes of a parameter's local shard in compute."""
     return _local_bytes(program, holding.shape, holding.dtype, holding.layout)
 
 
 def stored_bytes(program: LoweredProgram, holding: ParameterPlacement, level: int) -> int:
-    """What a rank keeps of something that is split from a ZeRO level on: 1 state, 2 gradient, 3 parameter."""
+    """Bytes a rank stores of what ZeRO shards from `level` on: 1 optimizer state, 2 gradient, 3 parameter."""
     size = parameter_bytes(program, holding)
     for axis, level_of_axis in holding.zero:
         if level_of_axis >= level:
@@ -126,7 +126,7 @@ def _local_bytes(program: LoweredProgram, shape: tuple[int, ...], dtype: str, la
 
 
 def format_bytes(size: float) -> str:
-    """A size as people say it."""
+    """A size with a unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

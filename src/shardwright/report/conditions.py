@@ -1,4 +1,4 @@
-"""What a plan was made for, so that questions about it are answered on the same terms."""
+"""What a plan was made for, so that it is explained and compared on the same terms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..planning import cluster_for, only_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConditions:
-    """The cluster, the training, the axes of which every group passes its own rows, and the memory of a device."""
+    """The cluster, the training setup, the axes whose groups pass their own samples, and the memory limit."""
 
     cluster: Cluster
     training: TrainingSetup
@@ -27,19 +27,19 @@ class PlanConditions:
 def made_for(
     plan: Plan, entry: str, cluster: Cluster | str | Path | None, training: TrainingSetup | None
 ) -> PlanConditions:
-    """What the plan file says; a cluster or a training that is given takes its place."""
+    """Those of the plan file, unless a cluster or a training setup is passed."""
     predicted = plan.predicted.get(entry)
     known = predicted["for"]["cluster"] if predicted is not None else plan.cluster
     named = known if cluster is None else cluster
     if not named:
-        raise PlanError("the plan does not say for which cluster it is; pass cluster='8xA100-80GB', or a cluster file")
+        raise PlanError("the plan does not name its cluster; pass cluster='8xA100-80GB', or a cluster file")
     try:
         on_cluster = named if isinstance(named, Cluster) else cluster_for(named, plan.size)
     except ClusterError as error:
         if cluster is not None:
             raise
         raise PlanError(
-            f"the plan is for {known!r}, which is no cluster by name ({error}); pass its file as cluster="
+            f"the plan is for {known!r}, which is not a known cluster ({error}); pass its file as cluster="
         ) from error
     if predicted is None:
         return PlanConditions(cluster=on_cluster, training=training or TrainingSetup())
@@ -59,7 +59,7 @@ def made_for(
 
 
 def spelled_out(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
-    """A plan with the names of the model's ops in place of stars, and the graph with the outputs that it is for."""
+    """The plan with stars expanded to the model's ops, and the graph with the outputs of the plan."""
     if graph.entry not in plan.entries:
         raise PlanError(f"the plan has no entry {graph.entry!r}; it has {', '.join(plan.entries)}")
     predicted = plan.predicted.get(graph.entry)

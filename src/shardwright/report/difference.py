@@ -1,4 +1,4 @@
-"""Two plans compared: what they decide differently, what they cost, and what each difference costs."""
+"""Two plans compared: where they differ, what both cost, and what each difference costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .text import format_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """Something that two plans decide differently."""
+    """A decision in which two plans differ."""
 
     what: str  # "mesh", "policy", "train", "storage", ...
     name: str
@@ -38,18 +38,18 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartDifference:
-    """What changes in a step of the first plan if one part of the model is as in the second: seconds and bytes."""
+    """The change in a step of the first plan if one part of the model is taken from the second: seconds and bytes."""
 
     name: str
-    ops: int  # that are split otherwise
-    stored: int  # parameters that are stored otherwise
+    ops: int  # that are split differently
+    stored: int  # parameters that are stored differently
     seconds: float
     memory: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalDifference:
-    """A number that both plans predict: seconds, or bytes if it is of memory."""
+    """A number that both plans predict: seconds, or bytes of memory."""
 
     what: str
     a: float
@@ -59,23 +59,26 @@ class TotalDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Everything that two plans decide differently, and what they cost. Prints as tables; true if there is anything."""
+    """All differences of two plans and their costs. Prints as tables; true if there are any."""
 
     names: tuple[str, str]
     rows: tuple[Changed, ...]
     totals: tuple[TotalDifference, ...] = ()
     parts: tuple[PartDifference, ...] = ()
-    why_not: str = ""  # why parts have no cost, if that was asked for
+    why_not: str = ""  # why parts have no cost, if it was requested
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     def __rich__(self) -> Group:
         if not self.rows:
-            return Group(Text("the plans decide the same"))
+            return Group(Text("the plans make the same decisions"))
         parts: list[RenderableType] = [self._decisions()]
         if self.parts:
-            parts += [Text("what changes in a step of the first if this part alone is as in the second"), self._parts()]
+            parts += [
+                Text("change in a step of the first plan with only this part taken from the second"),
+                self._parts(),
+            ]
         if self.why_not:
             parts.append(Text(self.why_not))
         return Group(*parts, *([self._totals()] if self.totals else []))
@@ -101,7 +104,7 @@ class Difference:
         return table
 
     def _totals(self) -> Table:
-        table = Table(title="what they cost", title_justify="left")
+        table = Table(title="predicted cost", title_justify="left")
         table.add_column("")
         for head in (*self.names, "difference", ""):
             table.add_column(head, justify="right")
@@ -124,12 +127,12 @@ def diff(
     cluster: Cluster | str | Path | None = None,
     training: TrainingSetup | None = None,
 ) -> Difference:
-    """Which ops and parameters two plans treat differently, and what they cost if they say so.
+    """Which ops and parameters two plans treat differently, and their predicted costs.
 
-    graph       of the model: then each part of it (a module of a layer, the same in all layers) has a cost of its own,
-                that of taking this part alone from the second plan
-    cluster     what to price on then; the cluster by the name in the first plan if it is not said
-    training    the optimizer and precision; what the first plan was made for if it is not said
+    graph       of the model: prices each part (a module of a layer, the same in all layers) that differs,
+                by taking this part alone from the second plan
+    cluster     to price on; default: the cluster of the first plan
+    training    optimizer and precision; default: those of the first plan
     """
     difference = Difference(
         names=(f"{a.policy} ({a.name})", f"{b.policy} ({b.name})"), rows=tuple(_rows(a, b)), totals=tuple(_totals(a, b))
@@ -137,14 +140,14 @@ def diff(
     if graph is None or not difference:
         return difference
     if a.mesh != b.mesh:
-        return replace(difference, why_not="the meshes differ, so that no part can be taken from the second alone")
+        return replace(difference, why_not="the meshes differ, so no part can be taken from the second plan alone")
     (first, graph), (other, _) = spelled_out(a, graph), spelled_out(b, graph)
     conditions = made_for(first, graph.entry, cluster, training)
     return replace(difference, parts=tuple(part_costs(first, other, analyse(graph, probing()), conditions)))
 
 
 def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions) -> list[PartDifference]:
-    """What each part of the model costs that the plans treat differently, the largest change of time first."""
+    """The cost of each part that the plans treat differently, largest change of time first."""
     entry = analysis.graph.entry
     first, other = a.choices(entry), b.choices(entry)
     ops: dict[str, list[str]] = {}
@@ -175,21 +178,19 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
         )
     again = b.entries[entry][0].recompute
     if set(segment.recompute) != set(again):
-        differences.append(
-            part("what is recomputed", replace(a, entries={entry: (replace(segment, recompute=again),)}))
-        )
+        differences.append(part("recomputation", replace(a, entries={entry: (replace(segment, recompute=again),)})))
     return sorted(differences, key=lambda first: -abs(first.seconds))
 
 
 def part_of(path: str) -> str:
-    """The part of a model that a module is in: the module of a layer, with a star; outside of layers the module."""
+    """The part of the model that a module is in: its path in the layer, with a star; outside of layers its path."""
     layer = layer_of(path)
     below = path[len(layer) + 1 :].split(".")[0] if layer else path
     return star(".".join(name for name in (layer, below) if name)) or "the model itself"
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[TotalDifference]:
-    """What both plans predict for their first common entry."""
+    """What both plans predict for their first common specialization."""
     entry = next((entry for entry in a.predicted if entry in b.predicted), None)
     if entry is None:
         return
@@ -200,12 +201,12 @@ def _totals(a: Plan, b: Plan) -> Iterator[TotalDifference]:
         values = total["memory"][key], other["memory"][key]
         if any(values):
             yield TotalDifference(
-                what=f"memory, {'at most' if key == 'peak' else key}", a=values[0], b=values[1], bytes=True
+                what=f"memory, {'peak' if key == 'peak' else key}", a=values[0], b=values[1], bytes=True
             )
 
 
 TIMES = {
-    "seconds": "a step",
+    "seconds": "step time",
     "compute": "compute",
     "waited": "blocking communication",
     "exposed": "exposed overlapped communication",
@@ -221,7 +222,7 @@ def _rows(a: Plan, b: Plan) -> Iterator[Changed]:
     yield from _terms(a, b)
     for entry in dict.fromkeys((*a.entries, *b.entries)):
         yield from _changes(entry, _choices(a, entry), _choices(b, entry))
-        yield from _changes(f"{entry}, backward", _recomputed(a, entry), _recomputed(b, entry), "kept")
+        yield from _changes(f"{entry}, backward", _recomputed(a, entry), _recomputed(b, entry), "saved")
     yield from _changes("storage", _storage(a), _storage(b))
     for entry in (*a.fingerprints, *(name for name in b.fingerprints if name not in a.fingerprints)):
         first, other = a.fingerprints.get(entry, "-"), b.fingerprints.get(entry, "-")
@@ -230,7 +231,7 @@ def _rows(a: Plan, b: Plan) -> Iterator[Changed]:
 
 
 def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
-    """Where the plans were priced on different terms."""
+    """Where the plans were priced under different conditions."""
     for entry in (entry for entry in a.predicted if entry in b.predicted):
         first, other = a.predicted[entry]["for"], b.predicted[entry]["for"]
         for key in ("batch", "optimizer", "precision", "compute", "reduce", "accumulate"):
@@ -247,17 +248,17 @@ def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
     paths: dict[str, str] = {}
     for segment in plan.entries.get(entry, ()):
         for path, again in segment.recomputed().items():
-            paths[path] = "recomputed" if again or paths.get(path) == "recomputed" else "kept"
+            paths[path] = "recomputed" if again or paths.get(path) == "recomputed" else "saved"
     return paths
 
 
 def _storage(plan: Plan) -> dict[str, str]:
     levels = {key: [f"ZeRO-{level} over {axis}" for axis, level in storage] for key, storage in plan.storage.items()}
-    return {key: ", ".join(storage) or "whole" for key, storage in levels.items()}
+    return {key: ", ".join(storage) or "replicated" for key, storage in levels.items()}
 
 
-def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: str = "whole") -> list[Changed]:
-    """Rows for what differs, layers that differ alike as one. A plan read from a file may have stars already."""
+def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: str = "replicated") -> list[Changed]:
+    """Rows of the table of changes, equal layers merged. A plan from a file may have stars already."""
     every = dict.fromkeys((*a, *b))
     spelled_out = {star(name) for name in every if star(name) != name}
     names = [name for name in every if name not in spelled_out]
@@ -275,5 +276,5 @@ def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: s
 
 
 def describe_choice(choice: Mapping[str, str]) -> str:
-    """A choice in words: "dp: b, tp: n"."""
-    return ", ".join(f"{axis}: {role}" for axis, role in choice.items()) or "whole"
+    """A choice as text: "dp: b, tp: n"."""
+    return ", ".join(f"{axis}: {role}" for axis, role in choice.items()) or "replicated"

@@ -1,7 +1,7 @@
-"""A plan explained: on one screen what it costs (`screen`), in long tables what it decides.
+"""A plan explained: its predicted cost on one screen (`screen`), its decisions in long tables.
 
-With the plan alone the tables say what was decided. With the model's graph they also say what follows from that:
-shapes of shards, memory, collectives.
+From the plan alone the tables show the decisions; with the model's graph also what follows: shapes of shards, memory,
+collectives.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .conditions import made_for, spelled_out
 from .screen import MOST_NOTES, in_ranges, notes_of, priced_for, screen
 from .why import Why, why
 
-ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
+ROLES = {"fan": "replicated, gradient a pending sum", "whole": "replicated"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan, and the program that it makes of a graph if one was given. Prints as a screen, or with all tables."""
+    """A plan, and its program if a graph was passed. Prints as one screen, or with all tables."""
 
     plan: Plan
     program: LoweredProgram | None = None
@@ -64,7 +64,7 @@ class Explanation:
 
     def _head(self) -> Iterator[Text]:
         plan = self.plan
-        yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
+        yield Text(f"{plan.model} under {plan.policy or 'a custom plan'}, plan {plan.name}", style="bold")
         predicted = plan.predicted.get(self.entry)
         devices = f"{plan.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
         yield Text(f"{_laid_out(plan)}: {devices}" + (f"; {priced_for(predicted)}" if predicted else ""))
@@ -74,12 +74,12 @@ class Explanation:
         for entry, segments in plan.entries.items():
             paths = ", ".join(path for segment in segments for path in in_ranges(segment.folded_recompute()))
             if paths:
-                yield Text(f"run again in backward ({entry}): {paths}")
+                yield Text(f"recomputed in backward ({entry}): {paths}")
 
     def _splits(self) -> Table:
-        """Without a program the labels of the ops' rules; with one, how what they make lies on the mesh."""
+        """Without a program the labels of the ops' rules; with one, the layouts of their outputs."""
         axes = self.plan.mesh.names
-        heads = axes if self.program is None else ("makes",)
+        heads = axes if self.program is None else ("output layout",)
         table = Table("op", "in", "count", *heads, title=f"how ops are split ({self.entry})", title_justify="left")
         rows: dict[tuple[str, ...], list[str]] = {}
         for name, cells in self._roles(axes) if self.program is None else _layouts(self.program):
@@ -95,7 +95,7 @@ class Explanation:
             yield name, tuple(_role(choice.get(axis)) for axis in axes)
 
     def _storage(self) -> Table:
-        table = Table("parameter", "what is split for storage", title="how parameters are stored", title_justify="left")
+        table = Table("parameter", "sharded by ZeRO", title="how parameters are stored", title_justify="left")
         for key, storage in fold(self.plan.storage).items():
             table.add_row(Text(key), ", ".join(f"{_zero(level)} over {axis}" for axis, level in storage))
         return table
@@ -124,20 +124,20 @@ def explain(
     training: TrainingSetup | None = None,
     full: bool = False,
 ) -> Explanation | Why:
-    """What a plan costs and decides. Print it.
+    """The decisions and the predicted cost of a plan. Print it.
 
-    The plan alone is one screen. With `full` there are tables of every op and parameter, and with the graph of the
-    model they say what a rank holds and sends.
+    The plan alone is one screen. `full` adds tables of every op and parameter, and with the graph of the
+    model what a rank holds and communicates.
 
     op          with the graph: why this op ("model.layers.0.mlp.up_proj / linear", or with a star for all layers) is
-                split the way it is, and what each other way would cost
-    cluster     for `op`: what to price on; the cluster by the name in the plan if it is not said
-    training    for `op`: the optimizer and precision; what the plan was made for if it is not said
+                split as it is, and what each alternative would cost
+    cluster     for `op`: what to price on; default: the cluster of the plan
+    training    for `op`: optimizer and precision; default: those of the plan
     """
     entry = graph.entry if graph is not None else next(iter(plan.entries))
     if graph is None:
         if op is not None:
-            raise InputError("to explain an op the graph of the model is needed: explain(plan, graph, op=...)")
+            raise InputError("explaining an op needs the graph of the model: explain(plan, graph, op=...)")
         return Explanation(plan=plan, entry=entry, full=full)
     plan, graph = spelled_out(plan, graph)
     analysis = analyse(graph, probing())
@@ -147,12 +147,12 @@ def explain(
 
 
 def _laid_out(plan: Plan) -> str:
-    """The mesh, or the stages of a pipeline and theirs."""
+    """The mesh, or the stages of a pipeline and their meshes."""
     if not plan.is_pipeline:
         return f"mesh {plan.mesh}"
     pp_ranks = len({segment.mesh.devices for segment in plan.segments})
     meshes = ", ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
-    return f"{pp_ranks} stage{'s' if pp_ranks > 1 else ''} by {plan.schedule}, mesh {meshes}"
+    return f"{pp_ranks} pipeline rank{'s' if pp_ranks > 1 else ''}, schedule {plan.schedule}, mesh {meshes}"
 
 
 def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -164,12 +164,14 @@ def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _role(choice: str | None) -> str:
     if choice is None:
-        return "whole"
-    return "partial sum passes" if choice.startswith("partial:") else ROLES.get(choice, choice)
+        return "replicated"
+    return "pending sum passes through" if choice.startswith("partial:") else ROLES.get(choice, choice)
 
 
 def _zero(level: int) -> str:
-    return {1: "optimizer state", 2: "gradient and optimizer state", 3: "all of it"}.get(level, f"level {level}")
+    return {1: "optimizer state", 2: "gradient and optimizer state", 3: "parameter, gradient and optimizer state"}.get(
+        level, f"level {level}"
+    )
 
 
 def _modules(names: Sequence[str], most: int = 3) -> str:
@@ -179,8 +181,8 @@ def _modules(names: Sequence[str], most: int = 3) -> str:
 
 
 def _parameter_table(program: LoweredProgram) -> Table:
-    table = Table("parameter", "count", "shape", "a rank has", "laid out", "gradient summed over", "stored split",
-                  title="how parameters are held", title_justify="left")  # fmt: skip
+    table = Table("parameter", "count", "shape", "local shape", "layout", "gradient summed over", "sharded by ZeRO",
+                  title="how parameters are stored", title_justify="left")  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     first = dict.fromkeys(program.mesh.names, 0)
     for holding in program.parameters:
@@ -197,7 +199,7 @@ def _parameter_table(program: LoweredProgram) -> Table:
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "one number"
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _memory(program: LoweredProgram) -> Iterator[Text]:
@@ -207,18 +209,18 @@ def _memory(program: LoweredProgram) -> Iterator[Text]:
         return format_bytes(times * sum(stored_bytes(program, placement, level) for placement in parameters))
 
     yield Text(
-        f"a rank keeps {total(every, 3)} of parameters, {total(trained, 2)} of gradients, "
+        f"a rank stores {total(every, 3)} of parameters, {total(trained, 2)} of gradients, "
         f"{total(trained, 1, 2)} for Adam's two moments"
     )
 
 
 def _sent(program: LoweredProgram) -> Table:
-    heads = ("when", "collective", "over", "count", "bytes a rank")
-    table = Table(*heads, title="what a training step sends", title_justify="left")
+    heads = ("when", "collective", "over", "count", "bytes per rank")
+    table = Table(*heads, title="collectives of a training step", title_justify="left")
     sums = totals(program)
     for total in sums:
         over = ", ".join(total.axes)
         table.add_row(total.when, total.collective, over, str(total.count), format_bytes(total.bytes))
     if not sums:
-        table.add_row("-", "nothing", "-", "0", "0 B")
+        table.add_row("-", "none", "-", "0", "0 B")
     return table

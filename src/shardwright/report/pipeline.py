@@ -1,4 +1,4 @@
-"""A pipeline on one screen, from the plan file: the picture of its schedule, its stages, the runners-up."""
+"""The screen of a pipeline, from the plan file: its schedule drawn, its stages, the runners-up."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
 
 def _time(predicted: Predicted) -> Iterator[RenderableType]:
     step, pipeline = predicted["seconds"], predicted["pipeline"]
-    yield Text(f"a step takes {format_time(step)}", style="bold")
+    yield Text(f"predicted step time {format_time(step)}", style="bold")
     kinds = {
         "compute": predicted["compute"],
-        "waiting for communication in stages": predicted["waited"],
-        "bubble and messages": predicted["exposed"],
+        "blocking communication in stages": predicted["waited"],
+        "bubble and sends": predicted["exposed"],
         "sync and update": predicted["update"],
     }
     yield from parts_of_time(kinds, step, predicted["stopped"])
-    slowest = f"the slowest stage computes {percent(pipeline['balance'] - 1)} longer than the mean"
+    slowest = f"the slowest stage takes {percent(pipeline['balance'] - 1)} longer than the mean"
     yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
 
 
@@ -65,13 +65,13 @@ def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     head, *lines = draw(schedule, times, edges, width).splitlines()
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
-        lines = [*lines[:half], f"   .. {len(lines) - 2 * half} more stages", *lines[-half:]]
+        lines = [*lines[:half], f"   .. {len(lines) - 2 * half} more pipeline ranks", *lines[-half:]]
     shown = "" if some == plan.microbatches else f" (drawn with {some} of {plan.microbatches} microbatches)"
     return "\n".join([head.partition(", bubble")[0] + shown, *lines])
 
 
 def _stages(stages: Sequence[Predicted]) -> Table:
-    table = table_of("stage", "devices", "mesh", "has", ">recomputed", ">forward", ">backward", ">memory")
+    table = table_of("stage", "devices", "mesh", "modules", ">recomputed", ">forward", ">backward", ">memory")
     rows = [(number, stage) for number, stage in enumerate(stages)]
     cut = len(rows) > MOST_STAGES
     shown = [*rows[: MOST_STAGES // 2], *rows[-(MOST_STAGES // 2) :]] if cut else rows
@@ -85,7 +85,7 @@ def _stages(stages: Sequence[Predicted]) -> Table:
 
 
 def _layers(paths: Sequence[str], most: int = 3) -> str:
-    """Modules in words: "words, blocks.0-3, norm"."""
+    """Modules as text: "embed, blocks.0-3, norm"."""
     names: list[str] = []
     for key, group in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):
         run = list(group)
@@ -99,12 +99,12 @@ def _others(predicted: Predicted) -> Iterator[RenderableType]:
     pipeline, best = predicted["pipeline"], predicted["seconds"]
     flat = pipeline["flat"]
     if flat is None:
-        yield indented("without a pipeline nothing was looked for, or nothing fits")
+        yield indented("without a pipeline nothing was searched, or nothing fits")
     else:
         yield indented(f"without a pipeline ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
     words = [
         f"{other['said']}: {percent(other['seconds'] / best - 1)} slower" for other in pipeline["others"][:MOST_OTHERS]
     ]
     if words:
-        yield indented("next best: " + "; ".join(words))
-    yield indented(f"{pipeline['looked']} pipelines were tried, {pipeline['left']} promised no more")
+        yield indented("runners-up: " + "; ".join(words))
+    yield indented(f"{pipeline['looked']} pipelines were solved, {pipeline['left']} pruned by their bounds")

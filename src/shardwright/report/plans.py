@@ -1,4 +1,4 @@
-"""A plan file as data to look at, read without its model."""
+"""Read a plan file without its model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..plan.file import mesh_of, validate
 
 
 def read_plan(path: str | Path) -> Plan:
-    """A plan file as it stands there, names with stars and all: to be read, not to be lowered."""
+    """A plan as it is in the file, with starred names: to show, not to lower."""
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
@@ -31,7 +31,7 @@ def read_plan(path: str | Path) -> Plan:
         for entry, segments in data["entries"].items()
     }
     if not entries:
-        raise PlanError(f"{path} has no entry, so it says nothing")
+        raise PlanError(f"{path} has no entries, so it decides nothing")
     return Plan(
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
         entries=entries, storage={key: tuple(stage.items()) for key, stage in data["storage"].items()},

@@ -1,6 +1,6 @@
-"""What a plan is predicted to cost, on one screen: all of it from the plan file, without the model.
+"""The predicted cost of a plan on one screen, from the plan file alone.
 
-The mesh and why, the time of a step by what takes it, communication by axis and collective, memory by kind, the most
+The mesh and why, the parts of a step's time, communication by axis and collective, memory by kind, the most
 expensive ops and reshards, the runners-up.
 """
 
@@ -19,7 +19,7 @@ from .communication import format_bytes
 from .pipeline import pipeline_screen
 from .text import format_time, indented, parts_of_time, percent, table_of
 
-MOST_SENT = 7  # rows of the table of what is sent
+MOST_SENT = 7  # rows of the table of collectives
 MOST_MESHES = 4
 MOST_NOTES = 6
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
@@ -28,7 +28,7 @@ Predicted = Mapping[str, Any]
 
 
 def screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
-    """The parts of the screen, top to bottom, for a plan that says what it costs."""
+    """The parts of the screen, top to bottom, for a plan with predicted costs."""
     predicted = plan.predicted[entry]
     if "pipeline" in predicted:
         yield from _stored(predicted)
@@ -49,17 +49,17 @@ def priced_for(predicted: Predicted) -> str:
     conditions = predicted["for"]
     kind = conditions.get("precision") or conditions["compute"]
     words = [f"batch {conditions['batch']}", conditions["optimizer"], f"in {kind}" if kind else ""]
-    words.append(f"accumulating {conditions['accumulate']} times" if conditions["accumulate"] > 1 else "")
+    words.append(f"gradient accumulation {conditions['accumulate']}" if conditions["accumulate"] > 1 else "")
     return ", ".join(word for word in words if word)
 
 
 def _mesh(predicted: Predicted) -> Iterator[RenderableType]:
     for use in predicted["axes"]:
-        where = "inside of a node" if use["nodes"] == 1 else f"over {use['nodes']} nodes"
+        where = "within a node" if use["nodes"] == 1 else f"over {use['nodes']} nodes"
         links = f", {' and '.join(use['links'])}" if use["links"] else ""
         kinds = {"the batch": use["batch"], "the weights": use["weights"], "the sequence or others": use["other"]}
         shares = [f"{kind} in {percent(part)}" for kind, part in kinds.items() if part >= 0.0005]
-        work = f"splits {', '.join(shares)} of the arithmetic" if shares else "its devices all do the same"
+        work = f"splits {', '.join(shares)} of the arithmetic" if shares else "its devices repeat the same work"
         yield indented(f"{use['axis']}={use['size']} {where}{links}: {work}")
     yield from _stored(predicted)
     others = [mesh for mesh in predicted.get("meshes", ()) if mesh["outcome"] != "chosen"]
@@ -68,7 +68,7 @@ def _mesh(predicted: Predicted) -> Iterator[RenderableType]:
         more = f"; {len(others) - MOST_MESHES} more" if len(others) > MOST_MESHES else ""
         yield indented(f"other meshes: {'; '.join(words)}{more}")
     elif "meshes" in predicted:
-        yield indented("there is no other mesh")
+        yield indented("no other mesh is possible")
 
 
 def _stored(predicted: Predicted) -> Iterator[RenderableType]:
@@ -79,14 +79,14 @@ def _stored(predicted: Predicted) -> Iterator[RenderableType]:
 
 
 def _pipelines(predicted: Predicted) -> Iterator[RenderableType]:
-    """What became of the pipelines, for a plan without stages."""
+    """The outcome of the pipelines searched, for a plan without stages."""
     pipelines = predicted.get("pipelines")
     if pipelines is None:
         return
     best, count = pipelines["best"], pipelines["looked"] + pipelines["left"]
     if best is not None:
         more = percent(best["seconds"] / predicted["seconds"] - 1)
-        yield indented(f"of {count} pipelines the best that was tried is {more} slower: {best['said']}")
+        yield indented(f"of {count} pipelines the best solved is {more} slower: {best['said']}")
     else:
         yield indented(f"none of {count} pipelines can be faster")
 
@@ -96,13 +96,15 @@ def _outcome(mesh: Predicted, best: float) -> str:
     if kind == "slower":
         return f"is {percent(mesh['seconds'] / best - 1)} slower"
     if kind == "does not fit":
-        return f"does not fit ({format_bytes(mesh['memory'])} at least)" if "memory" in mesh else "was not made to fit"
+        return (
+            f"does not fit ({format_bytes(mesh['memory'])} at least)" if "memory" in mesh else "has no plan that fits"
+        )
     at_best = "" if bound is None else _against(bound, best)
-    return f"was not solved for lack of time ({at_best})" if kind == "not solved" else f"is {at_best}"
+    return f"was not solved within the time limit ({at_best})" if kind == "not solved" else f"is {at_best}"
 
 
 def _against(bound: float, best: float) -> str:
-    """A bound in words: nothing under it is that fast."""
+    """A lower bound as text."""
     ratio = bound / best - 1
     if abs(ratio) < 5e-4:
         return "as fast at best"
@@ -111,9 +113,9 @@ def _against(bound: float, best: float) -> str:
 
 def _time(predicted: Predicted) -> Iterator[RenderableType]:
     step = predicted["seconds"]
-    line = f"a step takes {format_time(step)}"
+    line = f"predicted step time {format_time(step)}"
     if "bound" in predicted:
-        where = "on the meshes that were looked at" if predicted["stopped"] else "of all that was searched"
+        where = "on the meshes that were searched" if predicted["stopped"] else "in the search space"
         line += f"; nothing {where} takes less than {format_time(predicted['bound'])} (gap {percent(predicted['gap'])})"
     yield Text(line, style="bold")
     kinds = {
@@ -133,7 +135,7 @@ def _sent(sent: Sequence[Predicted]) -> Table:
         sums = rows.setdefault(key, [0, 0.0, 0.0])
         for at, amount in enumerate((message["count"], message["seconds"], message["hidden"])):
             sums[at] += amount
-    table = table_of("communication", "over", "how", ">tensors", ">takes", ">shows", ">hidden")
+    table = table_of("communication", "over", "how", ">tensors", ">time", ">exposed", ">hidden")
     ordered = sorted(rows.items(), key=lambda item: -item[1][1])
     for (axes, collective, how), (count, seconds, hidden) in ordered[:MOST_SENT]:
         times = (format_time(sums) for sums in (seconds, seconds - hidden, hidden))
@@ -150,17 +152,17 @@ def _sent(sent: Sequence[Predicted]) -> Table:
 
 def _memory(predicted: Predicted) -> Iterator[RenderableType]:
     memory, limit, at = predicted["memory"], predicted["limit"], predicted["at"]
-    part = f"{percent(memory['peak'] / limit)} of the {format_bytes(limit)} that may be used"
-    line = f"memory {format_bytes(memory['peak'])}, {part}"
+    part = f"{percent(memory['peak'] / limit)} of the limit of {format_bytes(limit)}"
+    line = f"predicted memory {format_bytes(memory['peak'])}, {part}"
     if memory["peak"] > limit:
         line += ": IT DOES NOT FIT"
     yield Text(line, style="bold" if memory["peak"] <= limit else "bold red")
     kinds = ", ".join(f"{kind} {format_bytes(memory[kind])}" for kind in KINDS if memory[kind])
-    yield indented(f"{kinds}; most in {at['phase']}, at {star(at['op'].strip(' /'))}")
+    yield indented(f"{kinds}; peak in {at['phase']}, at {star(at['op'].strip(' /'))}")
 
 
 def _most_expensive(title: str, parts: Sequence[Predicted], step: float, *more: str) -> Table:
-    table = table_of(title, *more, ">count", ">takes", ">share")
+    table = table_of(title, *more, ">count", ">time", ">share")
     for part in parts:
         sends = (Text(part["sends"]),) if more else ()
         numbers = (str(part["count"]), format_time(part["seconds"]), percent(part["seconds"] / step))
@@ -171,7 +173,7 @@ def _most_expensive(title: str, parts: Sequence[Predicted], step: float, *more: 
 
 
 def notes_of(plan: Plan, most: int | None = MOST_NOTES) -> Iterator[RenderableType]:
-    """The plan's notes, those of equal layers as one; `most` of them."""
+    """Up to `most` of the plan's notes, those of equal layers merged."""
     count: dict[str, list[str]] = {}
     for note in plan.notes:
         count.setdefault(star_names(note), []).append(note)
@@ -182,7 +184,7 @@ def notes_of(plan: Plan, most: int | None = MOST_NOTES) -> Iterator[RenderableTy
     for folded, names in shown:
         yield indented(f"- {names[0]}" if len(names) == 1 else f"  - {folded} ({len(names)} times)")
     if len(shown) < len(count):
-        yield indented(f"- and {len(count) - len(shown)} more, which explain(plan, full=True) shows")
+        yield indented(f"- and {len(count) - len(shown)} more: see explain(plan, full=True)")
 
 
 def star_names(note: str) -> str:
@@ -191,7 +193,7 @@ def star_names(note: str) -> str:
 
 
 def in_ranges(paths: Sequence[str]) -> list[str]:
-    """Module paths, with those of three or more layers that follow each other as one: "model.layers.2-79.mlp"."""
+    """Module paths, with three or more consecutive layers merged: "model.layers.2-79.mlp"."""
     runs: list[tuple[str, list[str]]] = []
     for path in sorted(paths, key=lambda path: (star(path), _layer(path))):
         kind, run = runs[-1] if runs else ("", [])

@@ -1,4 +1,4 @@
-"""What screens are made of: indented lines, tables without borders, times and shares in words."""
+"""Building blocks of screens: indented lines, borderless tables, formatted times and shares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.text import Text
 
 
 def parts_of_time(kinds: Mapping[str, float], step: float, stopped: bool) -> Iterator[Padding]:
-    """What a step is made of, and whether the search for it was stopped."""
+    """The parts of a step's time, and whether the search was stopped."""
     if stopped:
-        yield indented("the search was stopped before its end: there may be better plans")
+        yield indented("the search was stopped early: there may be better plans")
     yield indented(
         ", ".join(f"{kind} {format_time(seconds)} ({percent(seconds / step)})" for kind, seconds in kinds.items())
     )
@@ -31,7 +31,7 @@ def table_of(*heads: str) -> Table:
 
 
 def format_time(seconds: float) -> str:
-    """A time as people say it."""
+    """A time with a unit."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}" if abs(seconds) < 100 * size else f"{seconds / size:.0f} {unit}"

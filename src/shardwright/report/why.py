@@ -1,4 +1,4 @@
-"""Why an op is split the way it is: what every other way would cost."""
+"""Why an op is split as it is: the cost of every alternative."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .communication import format_bytes
 from .conditions import PlanConditions
 from .text import format_time
 
-MOST = 24  # ways that are looked at
+MOST = 24  # alternatives that are priced
 
-CHOICE_TEXT = {FAN: "whole, its gradients in parts"}
+CHOICE_TEXT = {FAN: "replicated, gradient a pending sum"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """The ways to split an op (or the same op of all layers), the fastest first. Prints as a table."""
+    """The ways to split an op (or the same op of all layers), fastest first. Prints as a table."""
 
     query: WhatIfQuery
     ways: tuple[Alternative, ...]
@@ -52,10 +52,10 @@ class Why:
         shapes = ", ".join(str(list(values[name].shape)) for name in (*op.inputs, *op.outputs[:1]))
         yield Text(f"  {f'{op.source}; ' if op.source else ''}rule {rule.text if rule else 'none'}; shapes {shapes}")
         others = [way for way in self.ways if not way.chosen]
-        line = f"split {self._choice_text(self.chosen.choice)}: a step takes {format_time(self.chosen.seconds)}"
+        line = f"split {self._choice_text(self.chosen.choice)}: predicted step time {format_time(self.chosen.seconds)}"
         if others:
             best = min(others, key=lambda way: way.follow)
-            line += f"; the best other way {_change(best.follow, self.chosen.seconds)}"
+            line += f"; the best alternative {_change(best.follow, self.chosen.seconds)}"
         yield Text(line)
 
     def _table(self) -> Table:
@@ -77,25 +77,27 @@ class Why:
 
     def _foot(self) -> Iterator[RenderableType]:
         if len(self.ways) >= MOST:
-            yield Text(f"these are the {len(self.ways)} best ways alone; others were left out", style="dim")
-        yield Text("* as planned. alone: a step, and its memory, if nothing else changes.")
-        yield Text("if others follow: a step of the best plan on this mesh, within the memory, that splits the op so.")
+            yield Text(f"these are the {len(self.ways)} best taken alone; others were left out", style="dim")
+        yield Text("* as planned. alone: time and memory of a step if nothing else changes.")
+        yield Text(
+            "if others follow: the step of the best plan on this mesh, within the memory limit, with this split."
+        )
 
     def _choice_text(self, choice: Mapping[str, str]) -> str:
-        """A choice in words: "dp: ma (batch), tp: n (weights)"."""
+        """A choice as text: "dp: ma (batch), tp: n (weights)"."""
         analysis = self.query.analysis
         kinds, roles = atom_kinds(analysis), {role.name: role for role in analysis.signatures[self.query.ops[0]].roles}
 
         def role_text(picked: str) -> str:
             if picked in roles:
                 return f"{picked} ({kinds.get(roles[picked].atom, 'other')})"
-            return "a partial sum passes" if picked.startswith(ROWS) else CHOICE_TEXT.get(picked, picked)
+            return "a pending sum passes through" if picked.startswith(ROWS) else CHOICE_TEXT.get(picked, picked)
 
         return ", ".join(f"{axis}: {role_text(picked)}" for axis, picked in choice.items()) or "not split"
 
 
 def why(plan: Plan, analysis: Analysis, op: str, conditions: PlanConditions) -> Why:
-    """Why a plan splits an op the way it does."""
+    """Why a plan splits an op as it does."""
     query = WhatIfQuery(
         analysis=analysis,
         cluster=conditions.cluster,

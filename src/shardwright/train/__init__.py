@@ -1,4 +1,8 @@
-"""A whole training run: loop, data, validation, checkpoints, logs. `sw.Trainer` and `shardwright train`."""
+"""Training runs: `sw.Trainer` and `shardwright train`.
+
+Read `trainer.py` (settings and entry points), `setup.py` (compile), `feed.py` (data to batches), `loop.py` (updates,
+validation, saving), `callbacks.py` (hooks in their order), `loggers.py` and `run.py` (the folder of a run).
+"""
 
 from .callbacks import Callback, EarlyStopping, LearningRateMonitor
 from .ema_callback import EMACallback

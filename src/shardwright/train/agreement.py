@@ -1,7 +1,7 @@
-"""What all ranks must decide alike, such as to stop, agreed beside the step and waited for at its end.
+"""What all ranks must decide alike, such as to stop: agreed on asynchronously during a step, waited for at its end.
 
-The talk is between CPUs, on a process group of its own, so that it neither waits for a GPU nor comes
-between the collectives of the model.
+It runs on the CPU and on its own process group, so it neither waits for a GPU nor mixes with the
+collectives of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..runtime.world import cpu_group
 
 
 class Agreement:
-    """Numbers of which every rank learns the largest. All ranks make it, and call its methods together."""
+    """Max and sum over all ranks. All ranks build it and call its methods together."""
 
     def __init__(self) -> None:
         self._group = cpu_group()
@@ -24,14 +24,14 @@ class Agreement:
         self._work: Any = None
 
     def ask(self, number: float) -> None:
-        """Say this rank's number, and go on."""
+        """Start an all_reduce (max) of this rank's number, without waiting."""
         self._sent = torch.tensor([number], dtype=torch.float64)
         if self._group is not None:
             self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     @report_failure
     def answer(self) -> float:
-        """The largest number that any rank has said."""
+        """Wait for the maximum."""
         if self._sent is None:
             return 0.0
         if self._work is not None:
@@ -41,7 +41,7 @@ class Agreement:
 
     @report_failure
     def largest(self, number: float) -> float:
-        """The largest number of all ranks; a question may be under way beside."""
+        """The maximum over all ranks; a pending `ask` may be in flight."""
         if self._group is None:
             return number
         tensor = torch.tensor([number], dtype=torch.float64)
@@ -58,7 +58,7 @@ class Agreement:
 
     @report_failure
     def all_gather_texts(self, text: str) -> list[str]:
-        """What every rank has to say, without repeats, the first rank's first."""
+        """The texts of all ranks without repeats, in the order of ranks."""
         if self._group is None:
             return [text] if text else []
         every: list[Any] = [None] * dist.get_world_size()

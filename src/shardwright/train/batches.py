@@ -1,4 +1,4 @@
-"""What a batch and what a model gives back are, for a loop that knows neither: arguments, rows, tokens, the loss."""
+"""Interpret batches and model outputs of any form: call arguments, samples, tokens, the loss."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def samples_in(batch: Any, model: ParallelModel) -> int:
-    """How many rows a batch for a model has; if neither sizes nor the user tell, those of its first tensor."""
+    """Number of samples in a batch; where neither sizes nor the user tell, the first dim of its first tensor."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     samples = model.call_inputs.samples(*arguments(batch))
     return samples if samples is not None else int(tensors[0].shape[0]) if tensors else 0
 
 
 def tokens_in(batch: Any) -> int:
-    """How many tokens a batch has; 0 if it has no ids."""
+    """Number of tokens in a batch; 0 if it has no ids."""
     args, kwargs = arguments(batch)
     named = [kwargs[name] for name in IDS if name in kwargs]
     for value in (*named, *args, *kwargs.values()):
@@ -64,7 +64,7 @@ def tokens_in(batch: Any) -> int:
 
 
 def count_labels_in(batch: Any) -> Tensor:
-    """How many labels of a batch count in its loss: those that are not ignored."""
+    """Number of labels in a batch that are not ignored by the loss."""
     args, kwargs = arguments(batch)
     named = [kwargs[name] for name in LABELS if name in kwargs]
     labels = [
@@ -72,14 +72,14 @@ def count_labels_in(batch: Any) -> Tensor:
     ]
     if not labels:
         raise InputError(
-            'reduction="token" counts labels that are not -100, and this batch has no whole numbers: give them as '
-            f'the last of a tuple, or in a dict as one of {", ".join(LABELS)}; or use reduction="mean"'
+            'reduction="token" counts labels other than -100, but this batch has no integer labels: pass them as '
+            f'the last item of a tuple, or in a dict as one of {", ".join(LABELS)}; or use reduction="mean"'
         )
     return (labels[0] != IGNORED).sum()
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model gives back: itself, `loss` of a dict or an object, or the first of a tuple."""
+    """The loss in a model's output: itself, `loss` of a dict or an object, or the first item of a tuple."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -93,13 +93,13 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(output, Mapping):
         description += f" with {', '.join(map(str, output)) or 'nothing'}"
     raise InputError(
-        f"the model gives back {description}, and no loss; a loss is one number: alone, as 'loss' of a dict, or first "
-        "of a tuple. Or say what the loss is: loss=torch.nn.functional.cross_entropy"
+        f"the model returns {description}, and no loss; a loss is a scalar: alone, 'loss' of a dict, or the first item "
+        "of a tuple. Or pass a loss function: loss=torch.nn.functional.cross_entropy"
     )
 
 
 def numbers_of(output: Any) -> dict[str, Tensor]:
-    """The numbers that a model gives back by name, the loss first."""
+    """The named scalars in a model's output, the loss first."""
     numbers = {"loss": loss_of(output).detach()}
     if isinstance(output, Mapping):
         numbers |= {
@@ -111,7 +111,7 @@ def numbers_of(output: Any) -> dict[str, Tensor]:
 
 
 def weighted(outputs: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-    """The sum of the outputs' numbers, each with its weight."""
+    """The weighted sum of the outputs' scalars."""
     names = [name for name in outputs[0] if all(name in output for output in outputs)]
     pairs = list(zip(outputs, weights, strict=True))
     return {name: torch.stack([output[name] * weight for output, weight in pairs]).sum(0) for name in names}

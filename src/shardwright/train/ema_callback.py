@@ -1,4 +1,4 @@
-"""A moving average of the weights along a run, for validation and for what is left at the end."""
+"""EMA of the weights during a run, for validation and for the final weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class EMACallback(Callback):
-    """Averages the weights after every update (`shardwright.ema.EMA`), and validates with the average.
+    """Updates an EMA after every step (`shardwright.ema.EMA`), and validates with it.
 
-    It is saved with the run, and goes from plan to plan as the weights do. To have it as ordinary weights:
+    It is saved with the run and reshards like the weights. To export it:
 
         with averaging.applied():
             save_weights("average.safetensors", trainer.model)
     """
 
     def __init__(self, decay: float = 0.999, validate: bool = True) -> None:
-        """`validate=False` looks at the weights instead."""
+        """`validate=False` validates with the weights instead."""
         if not 0 < decay < 1:
-            raise InputError(f"decay={decay} is a part of 1: 0.999 keeps about the last thousand updates")
+            raise InputError(f"decay={decay} must be between 0 and 1: 0.999 averages about the last thousand updates")
         self.decay, self.validate = decay, validate
         self.ema: EMA | None = None
         self._loaded = False
@@ -35,14 +35,14 @@ class EMACallback(Callback):
         self.ema = EMA(trainer.model, self.decay)
 
     def after_load_checkpoint(self, trainer: Trainer, saved: dict[str, Any]) -> None:
-        if not self._loaded:  # the run was begun without an average
+        if not self._loaded:  # the run was started without EMA
             self.ema = EMA(trainer.model, self.decay)
 
     def after_optimizer_step(self, trainer: Trainer) -> None:
         self._require_ema().update()
 
     def applied(self) -> AbstractContextManager[None]:
-        """The model has the average as its weights in here. All ranks must enter it."""
+        """Within this context the model has the EMA weights. All ranks must enter it."""
         return self._require_ema().swapped()
 
     def on_val_start(self, trainer: Trainer) -> None:
@@ -64,5 +64,5 @@ class EMACallback(Callback):
 
     def _require_ema(self) -> EMA:
         if self.ema is None:
-            raise InputError("there is no average yet: it is made when the trainer is set up")
+            raise InputError("there is no EMA yet: it is created when the trainer is set up")
         return self.ema

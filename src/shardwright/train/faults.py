@@ -1,4 +1,4 @@
-"""Callbacks for what goes wrong in a run: numbers that are not finite, replicas that drift apart, signals to end."""
+"""Callbacks for faults: non-finite losses, replicas that drift apart, signals to stop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Action = Literal["raise", "warn"]
 
 
 class NonFinite(Callback):
-    """Looks at the loss of every call, and if asked at gradients; one that is not finite is traced to its first op.
+    """Checks the loss of every call, optionally the gradients; a non-finite value is traced to its first op.
 
-    Ranks agree on it by one small all_reduce a call, which waits for the loss; looking at gradients waits for backward.
-    With fp16 and a loss scale gradients overflow now and then and are skipped: look at the loss only.
+    Ranks agree by one small all_reduce per call, which waits for the loss; checking gradients waits for backward.
+    With fp16 and a loss scale gradients overflow now and then and are skipped: check the loss only.
     """
 
     def __init__(self, action: Action = "raise", every: int = 1, gradients: bool = False) -> None:
-        """Look at every n-th step, and raise or warn."""
+        """Check every n-th step, and raise or warn."""
         _check(action, every)
         self.action, self.every, self.gradients = action, every, gradients
 
@@ -41,7 +41,7 @@ class NonFinite(Callback):
 
 
 class CheckReplicas(Callback):
-    """Compares what ranks hold alike, by hashes, every n steps."""
+    """Compares by hashes, every n steps, what should be equal on several ranks."""
 
     def __init__(self, every: int = 100, action: Action = "raise") -> None:
         _check(action, every)
@@ -56,7 +56,7 @@ class CheckReplicas(Callback):
 
 
 class StopOnSignal(Callback):
-    """SIGTERM and SIGUSR1 end a run after the step that runs, on all ranks, with a checkpoint. A Trainer has one."""
+    """SIGTERM and SIGUSR1 stop a run after the current step, on all ranks, with a checkpoint. Part of every Trainer."""
 
     def __init__(self, signals: Sequence[str] = USUAL) -> None:
         self.signals = tuple(signals)
@@ -75,9 +75,9 @@ class StopOnSignal(Callback):
 
 def _check(action: str, every: int) -> None:
     if action not in ("raise", "warn"):
-        raise InputError(f'action={action!r} is not known; use "raise" or "warn"')
+        raise InputError(f'action={action!r} is unknown; use "raise" or "warn"')
     if every < 1:
-        raise InputError(f"every={every}: a number of steps, 1 or more")
+        raise InputError(f"every={every}: must be at least 1 step")
 
 
 def _act(action: Action, error: Exception) -> None:

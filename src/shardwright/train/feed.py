@@ -1,7 +1,7 @@
 """From data to batches for this rank, and from batches to updates.
 
-A dataset (map-style, iterable, or a list of rows) becomes batches of `rows` rows over all ranks. A `DataLoader` or
-`shardwright.data.Loader` gives batches already, and is taken as it is.
+A dataset (map-style, iterable, or a list of samples) becomes global batches. A `DataLoader` or
+`shardwright.data.Loader` yields batches already and is used as it is.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class UpdateBatch:
 
     batch: Any
     rows: int  # of all ranks together
-    shares: int  # how many groups of ranks have rows of their own of it
-    whole: bool  # whether every rank has all of it though each should have rows of its own
+    shares: int  # how many replicas share it
+    whole: bool  # whether every replica has all of it instead of a share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """Data, and how batches are made of it; for which rank is not known before there is a plan."""
+    """Data and how to batch it; the plan decides later which rank gets what."""
 
     data: Any
-    rows: int | None  # of a batch, over all ranks; None if the data gives batches
+    rows: int | None  # of a batch, over all ranks; None if the data yields batches
     options: LoaderOptions
     seed: int
     shuffle: bool | None
     sampler: MakeSampler | None = None
 
     def batches(self, model: ParallelModel) -> Loader:
-        """Batches for this rank of a model that is compiled."""
+        """Batches for this rank of a compiled model."""
         return self._batches(*place_of(model), model)
 
     def _batches(self, rank: int, ranks: int, model: ParallelModel | None) -> Loader:
@@ -72,7 +72,7 @@ class BatchSource:
         return more if self.options.prefetch is None else {**more, "prefetch_factor": self.options.prefetch}
 
     def example(self, ranks: int) -> Any:
-        """The first batch that a group of `ranks` would get, without a worker. Nothing is moved by it."""
+        """The first batch of one of `ranks` replicas, loaded without workers and without advancing the data."""
         if isinstance(self.data, Loader):
             place = self.data.state_dict()
             batch = next(iter(self.data), None)
@@ -84,12 +84,12 @@ class BatchSource:
             plain = replace(self, options=alone, shuffle=False, sampler=None)
             batch = next(iter(plain._batches(0, ranks, None)), None)
         if batch is None:
-            raise InputError("the training data is empty: it gives no batch")
+            raise InputError("the training data is empty: it yields no batch")
         return batch
 
 
 def update_batches(batches: Loader, model: ParallelModel) -> Iterator[UpdateBatch]:
-    """The batches that are left of this epoch, with what must be known of each when its turn comes."""
+    """The remaining batches of this epoch, each with what must be recorded when it is loaded."""
     for batch in batches:
         shares = 1 if batches.whole or model.input_mode == "global" else model.data_size
         rows = batches.total or samples_in(batch, model) * shares
@@ -97,22 +97,22 @@ def update_batches(batches: Loader, model: ParallelModel) -> Iterator[UpdateBatc
 
 
 def updates(parts: Iterator[UpdateBatch], count: int) -> Iterator[list[UpdateBatch]]:
-    """As many batches as an update takes; the last of an epoch may have fewer."""
+    """Batches grouped by update; the last group of an epoch may be smaller."""
     while taken := list(islice(parts, count)):
         yield taken
 
 
 def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:
-    """The rows of one call of the model, over all ranks, and the calls of one update."""
+    """Samples per call of the model, over all ranks, and calls per update."""
     for name, value in (("batch_size", batch), ("micro_batch_size", micro), ("accumulate", accumulate)):
         if value is not None and value < 1:
-            raise InputError(f"{name}={value} makes no sense; use 1 or more")
+            raise InputError(f"{name}={value} must be at least 1")
     if isinstance(data, DataLoader | Loader):
         if batch is not None or micro is not None:
-            raise InputError("the data gives batches already; leave out batch_size and micro_batch_size")
+            raise InputError("the data yields batches already; leave out batch_size and micro_batch_size")
         return None, accumulate or 1
     if batch is None and micro is None:
-        raise InputError("say how many rows an update has: batch_size=64")
+        raise InputError("set the global batch size: batch_size=64")
     if batch is None:
         return micro, accumulate or 1
     calls = accumulate or (batch // micro if micro is not None else 1)
@@ -121,5 +121,5 @@ def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data:
         setting = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
         if micro is not None and accumulate is not None:
             setting += f" and accumulate={accumulate}"
-        raise InputError(f"batch_size={batch} is not made of whole calls with {setting}")
+        raise InputError(f"batch_size={batch} is not a multiple of the call size with {setting}")
     return rows, calls

@@ -1,4 +1,4 @@
-"""Parameter groups by names: which parameters have settings of their own in the optimizer."""
+"""Parameter groups of the optimizer by patterns of names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..errors import InputError, raise_all
 
 
 def grouped(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """What an optimizer is given: the parameters, or groups of them.
+    """The parameters for an optimizer, or groups of them.
 
-    asked   such as [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}]: a parameter is in the first group of which a
-            pattern fits its name; the others are in a group without settings of its own, which comes first
+    asked   such as [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}]: a parameter goes to the first group with a
+            matching pattern; the others form a group with default settings, which comes first
     """
     named = dict(model.named_parameters())
     if not groups:
         return list(named.values())
     patterns = [_patterns(group, number) for number, group in enumerate(groups)]
     faults = [
-        f"{pattern!r} fits no parameter{_near(pattern, named)}"
+        f"{pattern!r} matches no parameter{_near(pattern, named)}"
         for each in patterns
         for pattern in each
         if not any(fnmatchcase(name, pattern) for name in named)
@@ -45,7 +45,7 @@ def _patterns(group: Mapping[str, Any], number: int) -> list[str]:
     patterns = group.get("match")
     if not patterns or "params" in group:
         raise InputError(
-            f"parameter_groups[{number}] says which names it is for: {{match: '*.bias', weight_decay: 0.0}}; it has "
+            f"parameter_groups[{number}] needs a pattern: {{match: '*.bias', weight_decay: 0.0}}; it has "
             f"{', '.join(group) or 'nothing'}"
         )
     return [patterns] if isinstance(patterns, str) else list(patterns)
@@ -53,4 +53,4 @@ def _patterns(group: Mapping[str, Any], number: int) -> list[str]:
 
 def _near(pattern: str, named: Mapping[str, nn.Parameter]) -> str:
     near = get_close_matches(pattern.replace("*", ""), list(named), n=1, cutoff=0.4)
-    return f"; there is {near[0]!r}" if near else ""
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go. Only the first rank logs.
+"""Loggers of a run's metrics. Only the first rank logs.
 
 ConsoleLogger       a progress bar on a terminal, lines elsewhere
 CSVLogger           metrics.csv in the folder of the run
@@ -26,10 +26,10 @@ from ..errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a logger may want to know of a run.
+    """Facts about a run for loggers.
 
-    step    the step from which it goes on; 0 at its start
-    steps   the step at which it ends, if that is known
+    step    the step from which it resumes; 0 at its start
+    steps   the step at which it ends, if known
     """
 
     folder: Path
@@ -39,27 +39,27 @@ class RunFacts:
 
 
 class Logger:
-    """Takes the numbers of a run. `start` is called before the first, `finish` after the last, also after an error."""
+    """Logs the metrics of a run. `start` is called before the first, `finish` after the last, also after an error."""
 
     def start(self, run: RunFacts) -> None:
-        """A run begins, or goes on."""
+        """A run begins or resumes."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Numbers of a step."""
+        """Metrics of a step."""
         raise NotImplementedError
 
     def say(self, text: str) -> None:
-        """Something that is not a number, in words."""
+        """A message."""
 
     def progress(self, step: int) -> None:
         """A step is done, whether or not it is logged."""
 
     def finish(self) -> None:
-        """No more will come."""
+        """The run has ended."""
 
 
 class ConsoleLogger(Logger):
-    """A progress bar with the newest numbers on a terminal; elsewhere a line for each step that is logged."""
+    """A progress bar with the latest metrics on a terminal; elsewhere a line per logged step."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -103,7 +103,7 @@ LABELS = {
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Numbers on one line."""
+    """Metrics on one line."""
     shown = []
     for name, value in metrics.items():
         text, factor = LABELS.get(name, (name + " {:.5g}", 1.0))
@@ -112,9 +112,9 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 class CSVLogger(Logger):
-    """One row for each step that is logged, one column for each number, in a file of the run's folder.
+    """A row per logged step and a column per metric, in a file in the run's folder.
 
-    A run that goes on drops the rows of steps that it will do again; the file as it was stays beside it.
+    A resumed run drops the rows of steps that it repeats; a backup of the file is written next to it.
     """
 
     def __init__(self, file: str = "metrics.csv") -> None:
@@ -155,7 +155,7 @@ class CSVLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """Event files for TensorBoard, in a folder of the run's folder."""
+    """Event files for TensorBoard, in a subfolder of the run's folder."""
 
     def __init__(self, folder: str = "tensorboard") -> None:
         self.folder = folder
@@ -182,7 +182,7 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Weights & Biases. A run that goes on goes on there too, if its id is given."""
+    """Weights & Biases. A resumed run continues there too, if its id is passed."""
 
     def __init__(
         self, project: str = "shardwright", name: str | None = None, id: str | None = None, mode: str | None = None,
@@ -207,7 +207,7 @@ class WandbLogger(Logger):
 
 
 class MLflowLogger(Logger):
-    """An experiment of MLflow, on the server or in the folder that `uri` names."""
+    """An MLflow experiment, on the server or in the folder at `uri`."""
 
     def __init__(self, experiment: str = "shardwright", name: str | None = None, uri: str | None = None) -> None:
         self.experiment, self.name, self.uri = experiment, name, uri
@@ -232,7 +232,7 @@ class MLflowLogger(Logger):
 
 
 def needed(package: str, who: str) -> Any:
-    """A package that is not a part of this one's needs."""
+    """Import an optional package."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

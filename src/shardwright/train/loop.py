@@ -1,7 +1,7 @@
-"""The loop: updates, validation, saving, in the order that `callbacks.py` draws.
+"""The loop: updates, validation, saving, in the order drawn in `callbacks.py`.
 
-Nothing here knows how a model is split. What ranks must decide alike is agreed (`agreement.py`): a rank that is asked
-to stop asks the others at its next update, and all stop after the same one.
+The loop does not know how the model is split. Ranks agree on what they must decide alike (`agreement.py`): a rank that
+should stop tells the others at its next update, and all stop after the same one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a run is: what a checkpoint has of the loop."""
+    """Progress of a run, saved in checkpoints."""
 
     step: int = 0
     epoch: int = 0
@@ -49,7 +49,7 @@ class Progress:
 
 
 class TrainingLoop:
-    """Runs a trainer that is set up."""
+    """Runs a trainer after its setup."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -59,11 +59,11 @@ class TrainingLoop:
     # -- the run -------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Train until the end, or until somebody asks to stop; how it ended."""
+        """Train until the end or until a stop is requested; returns how it ended."""
         trainer, progress = self.trainer, self.trainer.progress
         trainer.model.train()
         trainer.fire("on_train_start")
-        trainer.meter.read()  # what went by until here was no training
+        trainer.meter.read()  # setup time is not training time
         while not self._done() and self._stopped is None:
             self._epoch()
         if self._stopped is None and trainer.val_source is not None and progress.val_step != progress.step:
@@ -86,13 +86,13 @@ class TrainingLoop:
             if self._between() or self._done():
                 return
         if fresh and progress.step == before:
-            raise InputError("the training data is empty: an epoch has no batch")
+            raise InputError("the training data is empty: an epoch yields no batch")
         ended = progress.epoch
         progress.epoch = batches.epoch
         self._end_of_epoch(ended)
 
     def _between(self) -> bool:
-        """What comes after an update: validation and a checkpoint, if it is time. Whether to stop."""
+        """Validation and a checkpoint after an update, if due. Returns whether to stop."""
         trainer, step = self.trainer, self.trainer.progress.step
         stop = trainer.agreement.answer() > 0
         due = trainer.val_source is not None and trainer.val_every is not None and step % trainer.val_every == 0
@@ -120,7 +120,7 @@ class TrainingLoop:
 
     def _stop(self) -> None:
         trainer = self.trainer
-        self._stopped = "; ".join(trainer.agreement.all_gather_texts(trainer.stop_reason or "")) or "asked to"
+        self._stopped = "; ".join(trainer.agreement.all_gather_texts(trainer.stop_reason or "")) or "on request"
         trainer.say(f"stopping after step {trainer.progress.step}: {self._stopped}")
         trainer.fire("on_stop", self._stopped)
 
@@ -155,11 +155,11 @@ class TrainingLoop:
         trainer.fire("on_step_end", step, metrics, outputs)
 
     def _here(self, part: UpdateBatch) -> UpdateBatch:
-        """A part on this rank's device."""
+        """A batch on this rank's device."""
         return replace(part, batch=move_to(part.batch, self.trainer.world.device))
 
     def _accumulate(self, parts: Sequence[UpdateBatch]) -> tuple[list[Any], dict[str, Tensor]]:
-        """Forward and backward of all batches of an update; what the model gave back, and its numbers."""
+        """Forward and backward of all batches of an update; returns the outputs and their scalars."""
         trainer = self.trainer
         weights = self.weights(parts)
         trainer.fire("on_accumulate_start", [part.batch for part in parts])
@@ -188,7 +188,7 @@ class TrainingLoop:
         return outputs, averages
 
     def weights(self, parts: Sequence[UpdateBatch]) -> list[float]:
-        """What the loss of each batch counts for in the update."""
+        """The weight of each batch's loss in the update."""
         if self.trainer.reduction == "sum":
             return [1.0] * len(parts)
         if len(parts) == 1:
@@ -196,12 +196,12 @@ class TrainingLoop:
         return _shares(self.counts(parts))
 
     def counts(self, parts: Sequence[UpdateBatch]) -> list[float]:
-        """The rows of each batch, or its labels that count, over all ranks."""
+        """The samples of each batch, or its labels that are not ignored, over all ranks."""
         trainer = self.trainer
         if trainer.reduction != "token":
             return [float(part.rows) for part in parts]
         label_counts = torch.stack([count_labels_in(part.batch) for part in parts]).double().cpu()
-        if any(part.shares > 1 for part in parts):  # ranks that have the same rows share their count
+        if any(part.shares > 1 for part in parts):  # ranks of one replica share their count
             sharing = torch.tensor([part.shares for part in parts], dtype=torch.float64)
             label_counts = trainer.agreement.summed(label_counts * sharing / trainer.world.size)
         return [float(count) for count in label_counts]
@@ -218,7 +218,7 @@ class TrainingLoop:
 
     def _move_schedule(self) -> None:
         scheduler = self.trainer.scheduler
-        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):  # which moves with validation
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):  # which steps after validation
             scheduler.step()
 
     # -- numbers -------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class TrainingLoop:
         return step % trainer.log_every == 0 or step in (1, trainer.last_step)
 
     def _log(self, averages: dict[str, Tensor]) -> dict[str, float]:
-        """Log the step, before the schedule moves on: the learning rate is that of the step."""
+        """Log before the scheduler steps, so that the learning rate is that of the step."""
         trainer = self.trainer
         metrics = {name: float(value) for name, value in averages.items()}
         metrics |= {"lr": float(trainer.optimizer.param_groups[0]["lr"]), "epoch": float(trainer.progress.epoch)}
@@ -245,7 +245,7 @@ class TrainingLoop:
     # -- validation ----------------------------------------------------------------------------
 
     def _validated(self) -> bool:
-        """Validate; whether the metric by which runs are judged is the best so far."""
+        """Validate; returns whether the monitored metric is the best so far."""
         trainer, progress, kept = self.trainer, self.trainer.progress, self.trainer.checkpoints
         metrics = self.validate()
         if isinstance(trainer.scheduler, ReduceLROnPlateau):
@@ -256,7 +256,7 @@ class TrainingLoop:
         return kept.keep_best > 0
 
     def validate(self) -> dict[str, float]:
-        """The mean loss over the validation data, and what else the model gives back by name."""
+        """The mean loss over the validation data, and other named scalars of the outputs."""
         trainer = self.trainer
         with trainer.meter.paused():
             training = trainer.model.training
@@ -290,7 +290,7 @@ class TrainingLoop:
             outputs.append(numbers_of(output))
             counts += self.counts([part])
         if not outputs:
-            raise InputError("the validation data is empty: it gives no batch")
+            raise InputError("the validation data is empty: it yields no batch")
         return weighted(outputs, _shares(counts))
 
 
@@ -300,5 +300,5 @@ def _shares(counts: Sequence[float]) -> list[float]:
 
 
 def _let_go(output: Any) -> Any:
-    """What a model gave back, without the graph that it was made by."""
+    """The outputs, detached."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -1,8 +1,7 @@
-"""How fast a run is: rows and tokens a second, the part of the devices' peak that the model's arithmetic uses, memory.
+"""Throughput of a run: samples and tokens per second, MFU, memory.
 
-Time that goes by in validation and in saving is left out. MFU is the arithmetic of the model's own products,
-forward and backward (`cost.training_flops`: nothing that a plan recomputes), over what all devices could do at their
-peak in the dtype of the run.
+Time spent in validation and saving is left out. MFU is the arithmetic of the model's matmuls, forward and backward
+(`cost.training_flops`: without recomputation), over the peak of all devices in the dtype of the run.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ GIB = 2.0**30
 
 
 class Meter:
-    """Counts what a run gets through between two looks at it."""
+    """Counts samples and tokens between two reads."""
 
     def __init__(self, *, flops_per_row: float | None = None, peak: float | None = None) -> None:
-        """`peak` is that of all devices together; without it, or without flops, there is no MFU."""
+        """`peak` is the sum over all devices; without it, or without flops, there is no MFU."""
         self.flops_per_row, self.peak = flops_per_row, peak
         self._rows = self._tokens = self._steps = 0
         self._began = time.perf_counter()
@@ -36,13 +35,13 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What goes on in here is not training."""
+        """Time in this context is not counted as training."""
         before = time.perf_counter()
         yield
         self._began += time.perf_counter() - before
 
     def read(self) -> dict[str, float]:
-        """The speed since the last time; nothing if no step was done."""
+        """The throughput since the last read; empty if no step was done."""
         seconds = time.perf_counter() - self._began
         rows, tokens, steps = self._rows, self._tokens, self._steps
         self._rows = self._tokens = self._steps = 0
@@ -58,13 +57,13 @@ class Meter:
 
 
 def peak_of(cluster: Cluster, dtype: str, size: int) -> float:
-    """Flops a second that the first `size` devices of a cluster reach at most in a dtype."""
+    """Peak flop/s of the first `size` devices of a cluster in a dtype."""
     devices = [cluster.device(rank) for rank in range(size)]
     return sum(device.peak(units(device, dtype)) for device in devices)
 
 
 def memory_used(device: torch.device) -> float:
-    """GiB of memory that this process had at most: of its GPU, or of the machine where it has none."""
+    """Peak memory of this process in GiB: of its GPU, or of the host without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

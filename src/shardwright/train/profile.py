@@ -1,4 +1,4 @@
-"""A trace of real steps, one file for each rank, that ui.perfetto.dev and chrome://tracing show."""
+"""A trace of real steps, one file per rank, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FOLDER = "profile"
 
 
 class Profiler(Callback):
-    """Traces some steps of this run: those from `start` on, counted from where the run begins or goes on."""
+    """Traces some steps of this run: those from `start` on, counted from where the run starts or resumes."""
 
     def __init__(self, options: Profile) -> None:
         self.options = options
-        self.path: Path | None = None  # of this rank's trace, once it is written
+        self.path: Path | None = None  # of this rank's trace, once written
         self._done = 0
         self._profiler: Any = None
 
@@ -43,10 +43,10 @@ class Profiler(Callback):
             self._write(trainer, step)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        if self._profiler is not None:  # the run was shorter than was asked for
+        if self._profiler is not None:  # the run ended before the last step to trace
             self._write(trainer, trainer.progress.step)
         elif self.path is None:
-            trainer.say(f"no step was traced: the run had {self._done}, and the first to trace is {self.options.start}")
+            trainer.say(f"no step was traced: the run had {self._done} steps, tracing starts at {self.options.start}")
 
     def on_finish(self, trainer: Trainer) -> None:
         if self._profiler is not None:
@@ -61,5 +61,5 @@ class Profiler(Callback):
         self._profiler.export_chrome_trace(str(path))
         self._profiler, self.path = None, path
         trainer.say(
-            f"a trace of {self.options.steps} steps is in {folder}, a file for each rank: open in ui.perfetto.dev"
+            f"wrote a trace of {self.options.steps} steps to {folder}, a file per rank: open it in ui.perfetto.dev"
         )

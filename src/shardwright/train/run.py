@@ -1,12 +1,12 @@
-"""The folder of a run, and that nothing in it is lost without a word.
+"""The folder of a run. Nothing in it is overwritten silently.
 
 run/
-  config.yaml        as the run was started; config-from-000500.yaml where it went on with another one
-  plan.json          what was decided
+  config.yaml        as the run was started; config-from-000500.yaml where it resumed with another one
+  plan.json          the plan
   generated/         the code that runs
   metrics.csv, ...   logs
   checkpoints/       see docs/checkpoints.md
-  finished           how it ended; not there while it runs, or if it was killed
+  finished           how it ended; absent while it runs, or if it was killed
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Resume = Literal["last", "best"] | str | Path
 
 
 class RunFolder:
-    """Where a run writes. Only the first rank does."""
+    """Where a run writes; only the first rank does."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -37,18 +37,18 @@ class RunFolder:
         return self.path / GENERATED
 
     def check_fresh(self) -> None:
-        """Refuse to begin a run where there is one."""
+        """Refuse to start a run in the folder of another."""
         checkpoints = list(checkpoints_in(self.checkpoints).values())
         if not (self.path / CONFIG).exists() and not checkpoints:
             return
         step = f" (step {checkpoints[-1].step})" if checkpoints else ""
         ended = self.path / FINISHED
         description = f"a run that has ended: {ended.read_text().strip()}" if ended.exists() else f"a run{step}"
-        way = 'go on from it with resume="last"' if checkpoints else "it has no checkpoint to go on from: remove it"
-        raise InputError(f"{self.path} holds {description}; {way}, or choose another directory")
+        way = 'resume it with resume="last"' if checkpoints else "it has no checkpoint to resume from: remove it"
+        raise InputError(f"{self.path} contains {description}; {way}, or choose another directory")
 
     def find(self, resume: Resume, metric: str, mode: Literal["min", "max"]) -> Path | None:
-        """The checkpoint to go on from; None if it is "last" or "best" and there is none yet."""
+        """The checkpoint to resume from; None for "last" or "best" if there is none yet."""
         if resume in ("last", "best"):
             folder = CheckpointFolder(self.checkpoints, metric=metric, mode=mode)
             return folder.find("latest" if resume == "last" else "best")
@@ -57,27 +57,27 @@ class RunFolder:
         checkpoint = checkpoint_at(inside if inside.is_dir() else path) if path.exists() else None
         if checkpoint is None:
             raise CheckpointError(
-                f'resume={str(resume)!r}: there is no checkpoint; give "last", "best", or the path of a checkpoint or '
-                "of a run"
+                f'resume={str(resume)!r}: there is no such checkpoint; pass "last", "best", or the path of a '
+                "checkpoint or a run"
             )
         return checkpoint
 
     def write_config(self, text: str, step: int) -> None:
-        """Keep the config as it is run. One that is there stays, and another one gets another name."""
+        """Write the config of this run. An existing one is kept; a different one gets another name."""
         path = self.path / CONFIG
         if path.exists() and path.read_text() != text:
             path = unused(self.path / f"config-from-{step:06d}.yaml", text)
         replace_text(path, text)
 
     def write_plan(self, text: str, step: int) -> None:
-        """Keep the plan; that of an earlier start gets the step as its name, if it was another."""
+        """Write the plan; a different one of an earlier start is renamed after the step."""
         path = self.path / PLAN
         if path.exists() and path.read_text() != text:
             path.rename(unused(self.path / f"plan-until-{step:06d}.json", path.read_text()))
         replace_text(path, text)
 
     def begin(self) -> None:
-        """The run goes on from here: it has not ended."""
+        """Mark the run as running."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / FINISHED).unlink(missing_ok=True)
 
@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def unused(path: Path, text: str) -> Path:
-    """The path, or the like of it with a number, that is not there or has this text already."""
+    """The path, numbered if needed, that does not exist or has this text already."""
     tried, number = path, 2
     while tried.exists() and tried.read_text() != text:
         tried, number = path.with_stem(f"{path.stem}-{number}"), number + 1

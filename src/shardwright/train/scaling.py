@@ -1,8 +1,8 @@
-"""Losses scaled up for float16, whose small gradients would vanish, and down again before an update.
+"""Loss scaling for float16, whose small gradients would underflow.
 
-A gradient that is not finite on any rank, of any stage, makes all ranks leave the update out and halve the scale; after
-some updates without one it is doubled. torch.amp.GradScaler works with a compiled model too; this one also takes part
-on a rank whose stage has no parameters.
+A non-finite gradient on any rank of any stage makes all ranks skip the update and halve the scale; after enough updates
+without one it is doubled. torch.amp.GradScaler works with a compiled model too; this one also covers ranks whose stage
+has no parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGEST = 2.0**24
 
 
 class LossScale:
-    """The scale of a run. All ranks have the same."""
+    """The loss scale of a run, equal on all ranks."""
 
     def __init__(self, start: float = 2.0**16, patience: int = 2000) -> None:
         self.scale, self.patience = start, patience
@@ -34,9 +34,9 @@ class LossScale:
 
     @torch.no_grad()
     def down(self, optimizer: Optimizer, agreement: Agreement) -> bool:
-        """Scale the gradients down. Whether they are finite on all ranks, so that the update is to be done."""
+        """Unscale the gradients; returns whether they are finite on all ranks."""
         gradients = [leaf.grad for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
-        with torch._C.DisableTorchFunctionSubclass():  # the own pieces: ranks agree below, once
+        with torch._C.DisableTorchFunctionSubclass():  # local shards: ranks agree once, below
             largest: list[Tensor] = []
             for tensors in _alike(gradients):
                 torch._foreach_mul_(tensors, 1.0 / self.scale)
@@ -45,7 +45,7 @@ class LossScale:
         return agreement.largest(float(broken)) == 0.0
 
     def move(self, finite: bool) -> None:
-        """After an update, or one that was left out."""
+        """Adapt the scale after an update or a skipped one."""
         self.good += 1
         if not finite:
             self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
@@ -60,7 +60,7 @@ class LossScale:
 
 
 def _alike(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those that have values, by their dtypes."""
+    """Non-empty gradients grouped by dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
@@ -69,5 +69,5 @@ def _alike(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def scale_for(precision: Precision, start: float) -> LossScale | None:
-    """A scale, if anything is computed in float16."""
+    """A loss scale, if anything is computed in float16."""
     return LossScale(start) if "float16" in (precision.compute, precision.parameters) else None

@@ -1,4 +1,4 @@
-"""From the settings of a trainer to a compiled model: on the ranks of this run, or for ranks that are not here."""
+"""From a trainer's settings to a compiled model: for the ranks of this run, or for ranks that don't exist here."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from .model_with_loss import with_loss
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-LONG = 20  # a list of more is data, not a setting
+LONG = 20  # a longer list is data, not a setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledTraining:
     """A model and its optimizer as they run.
 
-    rows    of the call that they were compiled for, over all ranks
-    dtype   of the products
+    rows    of the call they were compiled for, over all ranks
+    dtype   of the matmuls
     """
 
     model: Any
@@ -50,14 +50,14 @@ class CompiledTraining:
 
 
 def module_of(trainer: Trainer) -> nn.Module:
-    """What is compiled: the model, with its loss."""
+    """The module to compile: the model, with its loss."""
     module = trainer.original
     if module is None:
-        raise InputError("this trainer has compiled its model already; make another one")
+        raise InputError("this trainer has already compiled its model; create a new one")
     if trainer.loss_function is not None:
         module = with_loss(module, trainer.loss_function, trainer.target)
     elif trainer.target is not None:
-        raise InputError(f"target={trainer.target!r} is for a loss that is given too, and there is none")
+        raise InputError(f"target={trainer.target!r} needs loss= too")
     return module.train()
 
 
@@ -68,7 +68,7 @@ def compile_model(trainer: Trainer) -> CompiledTraining:
     dtype = arithmetic(module, trainer.precision)
     shares = (
         count_replicas(trainer.plan, world) if trainer.inputs == "per_replica" else 1
-    )  # groups with rows of their own
+    )  # replicas that pass their own samples
     batch = move_to(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
@@ -82,18 +82,18 @@ def compile_model(trainer: Trainer) -> CompiledTraining:
 
 
 def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
-    """For how many devices a plan is; None if that is left to the run."""
+    """The number of devices of a plan; None if the run decides."""
     if plan != "auto":
         return ranks_of(plan)
     return None if cluster == "auto" else cluster_size(cluster, "auto")
 
 
 def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[Path, ...]]:
-    """The plan and the code for so many devices, with no process for each."""
+    """Plan and code for this number of devices, without a process for each."""
     for name, only_there in (("inputs", "per_replica"), ("microbatch_semantics", "local")):
         if getattr(trainer, name) == only_there:
             raise InputError(
-                f'{name}="{only_there}" is compiled by the ranks that run it; start {devices} processes with torchrun'
+                f'{name}="{only_there}" is compiled by the ranks that run; start {devices} processes with torchrun'
             )
     module = module_of(trainer)
     optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
@@ -113,14 +113,14 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
 
 
 def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:
-    """A meter that knows the model's arithmetic and the devices' peak, if the catalogue has the device."""
+    """A meter with the model's flops, and the devices' peak if the catalogue has the device."""
     world = trainer.world
     if compiled.model.flops is None or not compiled.rows:
         return Meter()
     try:
         cluster = cluster_here(world) if trainer.cluster == "auto" else find_cluster(trainer.cluster)
         peak = peak_of(cluster, compiled.dtype, world.size)
-    except (ClusterError, PlanError):  # a device that nobody has measured
+    except (ClusterError, PlanError):  # a device missing from the catalogue
         return Meter()
     return Meter(flops_per_row=compiled.model.flops / compiled.rows, peak=peak)
 
@@ -137,14 +137,14 @@ def arithmetic(module: nn.Module, precision: Any) -> str:
 
 
 def seed_everything(seed: int) -> None:
-    """The same start on all ranks."""
+    """Seed all generators alike on all ranks."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def described(settings: Mapping[str, Any]) -> str:
-    """Settings given in Python as YAML to look at; an object is named by its class."""
+    """Settings passed in Python as readable YAML; objects are named by their classes."""
     text: str = yaml.safe_dump({name: _plain(value) for name, value in settings.items()}, sort_keys=False)
     return text
 

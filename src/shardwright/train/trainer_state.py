@@ -1,4 +1,4 @@
-"""What a checkpoint has of a trainer besides model, optimizer, schedule and data: progress, and callbacks' own."""
+"""The trainer's part of a checkpoint, besides model, optimizer, scheduler and data: progress and callbacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "trainer"
 
 
 class TrainerState:
-    """The part of a checkpoint that is the trainer's. `added` is what callbacks put into it by hand."""
+    """The trainer's part of a checkpoint. `added` is what callbacks added."""
 
     def __init__(self, trainer: Trainer, added: dict[str, Any]) -> None:
         self.trainer, self.added = trainer, added
@@ -41,7 +41,7 @@ class TrainerState:
 
 
 def name_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
-    """Callbacks by the names of their classes; a second one of a class has a number too."""
+    """Callbacks by class name, numbered from the second of a class on."""
     counts: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -52,7 +52,7 @@ def name_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
 
 
 def load_run(trainer: Trainer, path: Path) -> None:
-    """Put a run in the state that a checkpoint has."""
+    """Restore a run from a checkpoint."""
     trainer.fire("on_load_checkpoint", path)
     saved = TrainerState(trainer, {})
     loaded = load(path, trainer.model, trainer.optimizer, schedulers=trainer.scheduler, extra={NAME: saved})

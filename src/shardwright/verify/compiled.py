@@ -1,6 +1,6 @@
-"""The compiled program on spec rank, trained like the original, everything brought to whole.
+"""The compiled program on one rank, trained like the original, with everything gathered for the comparison.
 
-Ranks that are threads share spec capture: torch.export is not made for several at a time.
+Ranks that are threads share one capture: torch.export is not thread-safe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class CompileTask:
-    """How a task is compiled. `captures` by (training, which program), is filled for all ranks of a process."""
+    """How a task is compiled. `captures`, by (training, which program), is shared by all ranks of a process."""
 
     task: VerifyTask
     plan: PlanLike

@@ -1,14 +1,14 @@
-"""Debug mode: every value with its layout and its hash on every rank, and the first that is wrong.
+"""Debug mode: every value with its layout and its hash on every rank, and the first one that is wrong.
 
-The original's graph and the program are both run op by op. Every value of the program is
-brought to whole by its layout and compared with the graph's value of the same name, in the
-order in which they are computed; if all agree, gradients in the order of backward:
+The original's graph and the program both run op by op. Every value of the program is gathered
+according to its layout and compared with the graph's value of the same name, in the order of
+computation; if all agree, gradients follow in the order of backward:
 
-    the gradient of a value      wrong here: a converter between its producer and its uses
+    the gradient of a value      wrong here: a reshard between its producer and its uses
     the gradient of a use        wrong here: the backward of the op that reads it
 
-If this finds nothing and `verify` fails, the program is right, and the fault lies in the
-generated file or in how parameters are kept in sync.
+If this finds nothing and `verify` fails, the program is right, and the fault is in the generated
+file or in the sync of parameters.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedValue:
-    """One value of the program, or its gradient, as all ranks had it, against the original's."""
+    """One value of the program, or its gradient, over all ranks, compared with the original's."""
 
     phase: Phase
-    op: str  # "module.path / kind"; for gradients the op whose backward made it
+    op: str  # "module.path / kind"; for gradients the op whose backward computed it
     source: str
     value: str  # "x: float64[4, 16]"
     layout: str
-    hashes: tuple[str, ...]  # of the piece of each rank
+    hashes: tuple[str, ...]  # of each rank's shard
     deviation: float
     allowed: float
 
@@ -61,21 +61,21 @@ class ComparedValue:
         at = f" at {self.source}" if self.source else ""
         what = "" if self.phase == "forward" else "the gradient of "
         return (
-            f"{self.op}{at}: {what}{self.value}, laid out as {self.layout}, is {self.deviation:.2e} off where "
-            f"{self.allowed:.2e} is allowed; pieces by rank: {' '.join(self.hashes)}"
+            f"{self.op}{at}: {what}{self.value}, with layout {self.layout}, is off by {self.deviation:.2e}, where "
+            f"{self.allowed:.2e} is allowed; hashes by rank: {' '.join(self.hashes)}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTrace:
-    """Every value that was looked at, in order. Prints as a table."""
+    """Every compared value, in order. Prints as a table."""
 
     title: str
     rows: tuple[ComparedValue, ...]
 
     @property
     def first(self) -> ComparedValue | None:
-        """Where the program leaves the original."""
+        """The first value that differs from the original."""
         return next((row for row in self.rows if not row.passed), None)
 
     def __rich__(self) -> Table:
@@ -112,8 +112,8 @@ def trace(
     compilation = compile_program(task.module, task.args, task.kwargs, request, count, promote=task.promote)
     if compilation.plan.is_pipeline:
         raise InputError(
-            f"{compilation.plan.policy} runs by a schedule, and only plans without stages and microbatches are "
-            "followed op by op; look first at the plan of one stage, such as tp=2"
+            f"{compilation.plan.policy} runs by a schedule; only plans without stages and microbatches can be "
+            "compared op by op; start with a plan without a pipeline, such as tp=2"
         )
     original = _original(task, compilation)
     every = ranks.run_threads(count, _on_rank, task, compilation, timeout=timeout)
@@ -126,7 +126,7 @@ def trace(
 def first_difference(
     model: nn.Module, plan: PlanLike = "auto", *, example: Any, **options: Any
 ) -> ComparedValue | None:
-    """The first op at which the program leaves the original, or None. Takes the options of `trace`."""
+    """The first op at which the program differs from the original, or None. Takes the options of `trace`."""
     return trace(model, plan, example=example, **options).first
 
 
@@ -137,7 +137,7 @@ def _random(task: VerifyTask) -> Randomness:
 
 
 def _original(task: VerifyTask, compilation: Compilation) -> ObservedValues:
-    """The graph, op by op, at global shape."""
+    """Run the graph op by op, at global shapes."""
     from ..capture.interpret import run_op
 
     captured, module = compilation.captured, task.module
@@ -176,7 +176,7 @@ def _backward(task: VerifyTask, output: Any) -> None:
 
 
 class _Comparison:
-    """The original's values and gradients against those of every rank."""
+    """Compares the original's values and gradients with those of every rank."""
 
     def __init__(
         self, compilation: Compilation, original: ObservedValues, every: Sequence[ObservedValues], tolerance: float
@@ -218,7 +218,7 @@ class _Comparison:
                 yield from self._of_value(holding.value, None)
 
     def _of_value(self, name: str, producer: Op | None) -> Iterator[ComparedValue]:
-        """The whole gradient of a value, to which all its uses have added, through their converters."""
+        """The global gradient of a value, summed over all its uses, through their reshards."""
         if not self.original.values[name].requires_grad:
             return
         converters = [
@@ -243,7 +243,7 @@ class _Comparison:
         )  # fmt: skip
 
     def _source(self, op: Op | None) -> str:
-        """The user's line; a converter has that of the op that it stands before."""
+        """The user's line; a reshard has that of the op that it precedes."""
         if op is not None and op.source is None and " < " in op.name:
             op = self.graph.by_name.get(op.name.split(" < ")[0], op)
         return str(op.source) if op is not None and op.source else ""

@@ -1,10 +1,10 @@
-"""How far two runs are apart, and what is close enough.
+"""The deviation of two runs, and the tolerance.
 
     |a - b|  <=  tol * (max |b| + the model's largest gradient)
 
-The second term is there because some gradients are zero in exact arithmetic (the bias of
-a key in attention): their rounding noise is as large as the other gradients' noise, and
-nothing but the model's own scale says how large that may be.
+The second term is needed because some gradients are zero in exact arithmetic (the bias of a key
+in attention): their rounding noise is as large as that of the other gradients, and only the model's
+own scale tells how large that may be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One tensor that was compared: how far it is off, and how far it may be. `plan` where several are compared."""
+    """One compared tensor: its deviation and what is allowed. `plan` if several are compared."""
 
     kind: Kind
     name: str
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The deviation in units of what is allowed."""
+        """The deviation relative to what is allowed."""
         if self.deviation == 0.0:
             return 0.0
         return self.deviation / self.allowed if self.allowed else math.inf
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Every tensor that was compared. Prints as a table; true if everything is close enough."""
+    """Every compared tensor. Prints as a table; true if all are within tolerance."""
 
     title: str
     rows: tuple[Row, ...]
@@ -65,12 +65,12 @@ class Report:
 
     @property
     def worst(self) -> Row:
-        """The row that is furthest off, by what it may be off."""
+        """The row with the largest ratio."""
         return max(self.rows, key=lambda row: row.ratio)
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """The rows that are too far off, furthest first."""
+        """The rows beyond tolerance, worst first."""
         return tuple(sorted((row for row in self.rows if not row.passed), key=lambda row: -row.ratio))
 
     def __bool__(self) -> bool:
@@ -105,7 +105,7 @@ class Report:
         if not self.rows:
             return "nothing was compared"
         worst = self.worst
-        worst_line = f"worst: {_full(worst)}, {worst.deviation:.1e} off where {worst.allowed:.1e} is allowed"
+        worst_line = f"worst: {_full(worst)}, {worst.deviation:.1e} off, {worst.allowed:.1e} allowed"
         return (
             f"{'the same' if self.passed else f'{len(self.failures)} of {len(self.rows)} tensors differ'}; {worst_line}"
         )
@@ -125,14 +125,14 @@ def _cells(row: Row, count: int | None = None) -> tuple[str | Text, ...]:
 
 
 def render(item: object, width: int = 120) -> str:
-    """Anything rich can draw, as plain text."""
+    """A rich renderable as plain text."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False).print(item)
     return out.getvalue().rstrip("\n")
 
 
 def deviation(a: Tensor | None, b: Tensor | None) -> float:
-    """max |a - b|; equal infinities and NaNs are no deviation, a shape or a NaN of one only is infinitely far."""
+    """max |a - b|; equal infinities and NaNs don't deviate; another shape, or a NaN on one side only, is infinite."""
     if a is None or b is None:
         present = a if b is None else b
         return 0.0 if present is None or not present.numel() or not bool(present.any()) else math.inf
@@ -160,7 +160,7 @@ def largest(tensors: Iterable[Tensor | None]) -> float:
 def compare(
     kind: Kind, mine: Mapping[str, Tensor | None], original: Mapping[str, Tensor | None], scale: float, tolerance: float
 ) -> list[Row]:
-    """A row for every tensor of the original; what only one side has is infinitely far, unless it is zero."""
+    """A row for every tensor of the original; what only one side has deviates infinitely, unless it is zero."""
     rows = []
     for name in dict.fromkeys((*original, *mine)):
         a, b = mine.get(name), original.get(name)
@@ -170,7 +170,7 @@ def compare(
 
 
 def worst_of(runs: Iterable[Sequence[Row]]) -> tuple[Row, ...]:
-    """One row for each tensor: the worst that any rank or any step has seen."""
+    """One row per tensor: the worst of all ranks and steps."""
     worst: dict[tuple[str, str], Row] = {}
     for rows in runs:
         for row in rows:

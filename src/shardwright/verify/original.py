@@ -1,15 +1,15 @@
-"""The original on one device: what the compiled program is held against.
+"""The original on one device: the reference for the compiled program.
 
-Usually the model itself runs, as the user wrote it. Two things call for its graph instead,
-run op by op (`capture.run`):
+Usually the model itself runs, as the user wrote it. In two cases its graph runs instead, op by
+op (`capture.run`):
 
 - casts to float32 in the model's own code end parity in float64 at 5e-8. The compiled
   program is then promoted, and the reference has to be promoted alike;
-- dropout in a checkpointed region draws again in backward, where no one tells it how.
+- dropout in a checkpointed region draws again in backward, where the model can't be told which mask.
 
-The graph is then itself held against the model, without promotion, so that a fault of
-capture does not go unseen ("capture" rows). Dropout draws the whole masks that the ranks of
-the compiled program cut theirs from, and other random ops draw by the keys that they have there.
+The graph is then itself compared with the model, without promotion, so that a capture bug is
+not missed ("capture" rows). Dropout draws the global masks of which the ranks of the compiled
+program use their shards, and other random ops draw by the keys that they have there.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .run import Entry, Tensors, VerifyTask, first_names, follow, named_outputs,
 
 NARROW = frozenset({"float32", "float16", "bfloat16"})
 UNKEYED = re.compile(r"\.(cauchy|geometric|log_normal|alpha_dropout|feature_)")
-"""Draws that belong to no key."""
+"""Random ops without a key."""
 CAPTURE_TOLERANCE = 1e-6
 
 
 class Original:
-    """A copy of the model, trained as it is or by its graph."""
+    """A copy of the model, trained eagerly or by its graph."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Original:
         return self.promote and casts(graph)
 
     def captured(self, entry: Entry) -> CapturedGraph:
-        """The graph that the compiled program is made of."""
+        """The graph of the compiled program."""
         plain = self._captured(entry, promote=False)
         return self._captured(entry, promote=True) if self._promotes(plain.graph) else plain
 
@@ -112,7 +112,7 @@ class Original:
             return self._call()
 
     def _call(self) -> Any:
-        """The model itself, in its precision. What is narrow in it is made of the float32 masters, as on the ranks."""
+        """The model itself, in its precision. Low-precision weights come from fp32 master weights, as on the ranks."""
         device = next((parameter.device.type for parameter in self.module.parameters()), "cpu")
         with casting(self.module, self.task.precision, device):
             if not self.narrow:
@@ -131,7 +131,7 @@ class Original:
         narrow, first = self._narrowed(), first_names(self.module)
         named = self.module.named_parameters(remove_duplicate=False)
         parameters = {key: narrow.get(first[key], parameter) for key, parameter in named}
-        before = {key: buffer.clone() for key, buffer in buffers.items()}  # backward reads what forward read
+        before = {key: buffer.clone() for key, buffer in buffers.items()}  # backward must read what forward read
         outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, before, functions)
         with torch.no_grad():
             for key, value in updates.items():
@@ -153,7 +153,7 @@ class Original:
 
 
 def _cast(module: nn.Module, precision: Precision) -> tuple[nn.Module, dict[str, torch.dtype]]:
-    """A module cast to a precision, and what is computed with of parameters that stay as they are, as masters."""
+    """A module cast to a precision, and the low-precision copies of parameters that stay fp32 master weights."""
     wide = {name: parameter.data for name, parameter in module.named_parameters()}
     cast(module, precision)
     narrow: dict[str, torch.dtype] = {}
@@ -164,11 +164,11 @@ def _cast(module: nn.Module, precision: Precision) -> tuple[nn.Module, dict[str,
 
 
 def check_original(side: Original) -> tuple[list[Row], str]:
-    """If the reference is the model's graph: rows that hold it against the model itself, and a word about it."""
+    """If the reference is the model's graph: rows that compare it with the model itself, and a note."""
     if not side.by_graph:
         return [], ""
     dropped = any(redraws(side.captured(entry).graph) for entry in side.task.entries)
-    why = "since it drops in checkpointed regions" if dropped else "in float64 throughout"
+    why = "because of dropout in checkpointed regions" if dropped else "in float64 throughout"
     note = f"the reference is the model's graph run op by op, {why}"
     return _check_graph(side), note
 
@@ -185,7 +185,9 @@ def _check_graph(side: Original) -> list[Row]:
     for entry in once.entries:
         a, b = (_prefixed(f"{entry} ", named_outputs(run_side.forward(entry))) for run_side in (traced, model))
         rows += compare("capture", a, b, 0.0, CAPTURE_TOLERANCE)
-    if "train" in once.entries and not redraws(model.captured("train").graph):  # else its backward draws other masks
+    if "train" in once.entries and not redraws(
+        model.captured("train").graph
+    ):  # else its backward would draw other masks
         (first,), (other,) = (follow(again(by_graph), once).steps for by_graph in (True, False))
         scale = largest(other.gradients.values())
         rows += compare("capture", first.gradients, other.gradients, scale, CAPTURE_TOLERANCE)
@@ -197,17 +199,17 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor | None]) -> Tensors:
 
 
 def casts(graph: Graph) -> bool:
-    """Whether a graph in float64 computes anything in less, or might."""
+    """Whether a graph in float64 computes anything in a lower precision, or might."""
     return any(value.dtype in NARROW for value in graph.values.values()) or any(op.autocast for op in graph.ops)
 
 
 def redraws(graph: Graph) -> bool:
-    """Whether something is drawn in a checkpointed region."""
+    """Whether a checkpointed region has random ops."""
     return any(op.region is not None for op in (*dropouts(graph), *filter(is_random, graph.ops)))
 
 
 def dropouts(graph: Graph) -> list[Op]:
-    """The ops that drop something, in the order of their calls."""
+    """The dropout ops, in the order of their calls."""
     odd = next((op for op in graph.ops if UNKEYED.search(op.target)), None)
     inside = (op for branch in graph.branches.values() for op in branch.ops)
     odd = odd or next((op for op in inside if UNKEYED.search(op.target) or is_random(op) or drops(op)), None)
@@ -223,7 +225,7 @@ def drops(op: Op) -> bool:
 
 @contextmanager
 def exact_dropout(graph: Graph, random: Randomness) -> Iterator[ExactDropout | None]:
-    """Within this, the model draws the masks that belong to the ops of its graph."""
+    """Within this context, the model draws the masks of the ops of its graph."""
     names = [op.name for op in dropouts(graph)]
     if not names:
         yield None
@@ -235,7 +237,7 @@ def exact_dropout(graph: Graph, random: Randomness) -> Iterator[ExactDropout | N
 def drawn_alike(
     module: nn.Module, captured: CapturedGraph, random: Randomness, mode: ExactDropout | None
 ) -> AbstractContextManager[None]:
-    """Within this, opaque submodules draw what those of the compiled program draw."""
+    """Within this context, opaque submodules draw what those of the compiled program draw."""
     paths = dict.fromkeys(call.path for call in captured.opaques.values())
     parts = ((path, module.get_submodule(path)) for path in paths)
     return forwards((part, _drawing(part.forward, path, random, mode)) for path, part in parts)
@@ -282,7 +284,7 @@ def _keyed(run: Callable[..., Any], random: Randomness) -> Callable[..., Any]:
 
 
 def _drawn(op: Op, random: Randomness) -> Callable[..., Any]:
-    """An op that draws, by its key."""
+    """A random op that draws by its key."""
     names = [name for name, _ in op.arguments]
 
     def call(*values: Any) -> Any:

@@ -2,14 +2,14 @@
 
     the original, on one device          the program, on every rank
     forward, backward, step  x 3         forward, backward, step  x 3
-              \\                            /  (pieces gathered, on every rank)
+              \\                            /  (shards gathered, on every rank)
                outputs, gradients, parameters, buffers
                           |
                         Report
 
-Inside a running world (torchrun) all ranks take part and all get the same report. From one
-process the ranks are started here, as threads or as processes; without a plan two of them are
-tried with one plan of each kind (`KINDS`), since one rank alone would prove nothing.
+Inside a running world (torchrun) all ranks take part and all get the same report. In a single
+process the ranks are started here, as threads or processes; without a plan, one plan of each kind
+(`KINDS`) is tried on two ranks, since a single rank would prove nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, TrainingRun, VerifyTask
 Where = Literal["world", "threads", "processes"]
 
 KINDS = ("dp=2", "tp=2", "zero3=2", "pp=2")
-"""The plans that are tried where none is named."""
+"""The plans that are tried if none is passed."""
 
 
 def verify(
@@ -70,22 +70,22 @@ def verify(
     opaque: Literal["marked", "auto"] = "marked",
     microbatches: int | None = None,
 ) -> Report:
-    """Run the original and the compiled program on the same batch and compare all that training sees.
+    """Run the original and the compiled program on the same batch and compare everything that training depends on.
 
-    plan       as for parallelize; "auto" needs a size, or a world. Without a plan, in a world what "auto" finds, else
-               two ranks of each kind: dp=2, tp=2, zero3=2 and pp=2. What a model can't do of these the report says.
+    plan       as for parallelize; "auto" needs a size, or a world. Default: "auto" in a world, else
+               dp=2, tp=2, zero3=2 and pp=2, one after the other; the report names those that the model can't do.
     example    arguments of a call, at the global batch: a tuple, a dict, or (args, kwargs).
     optimizer  "sgd", "adamw", or a function of a list of parameters.
-    loss       a function of what the model returns; by default its loss, or a mix of its outputs.
-    dtype      of the comparison: float64, or float32 where there is a precision.
-    precision  as for parallelize; the original is then cast alike, and both agree to twice the step (eps) of
+    loss       a function of the model's output; default: its loss, or a mix of its outputs.
+    dtype      of the comparison: float64, or float32 with a precision.
+    precision  as for parallelize; the original is cast alike, and both must agree to twice the eps of
                the narrowest dtype.
     entries    "train" compares outputs, gradients, buffers, and parameters after `steps` steps;
-               "eval" compares what the model returns in evaluation mode.
+               "eval" compares outputs in evaluation mode.
     method     "world" inside torchrun; "threads" or "processes" start the ranks here. By default
                the world if there is one, else threads. Processes need a picklable model.
-    size       how many ranks, where the plan does not say it (a policy function).
-    directory  where generated code is kept; by default it is thrown away.
+    size       number of ranks, if the plan does not fix it (a policy function).
+    directory  where to write generated code; default: discarded.
     opaque, microbatches  as for parallelize.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
@@ -115,26 +115,26 @@ def verify(
 def _each_kind(
     task: VerifyTask, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
 ) -> Report:
-    """One report of a plan of each kind. What the model can't do is a note, as long as it can do something."""
+    """One report for a plan of each kind. Plans that the model can't do become notes, if any plan works."""
     reference = make_reference(task)
     rows: list[Row] = []
     notes: list[str] = [reference.note] if reference.note else []
     tried: list[str] = []
     for plan in KINDS:
-        own_batching = batching if plan.startswith("pp") else Batching()  # only a pipeline cuts the batch
+        own_batching = batching if plan.startswith("pp") else Batching()  # only a pipeline splits the batch
         try:
             report = compare_plan(replace(reference, checks=()), plan, plan_name=plan, count=ranks_of(plan),
                           limit=limit, directory=directory, method=method, timeout=timeout,
                           batching=own_batching)  # fmt: skip
         except (PlanError, LoweringError) as error:
             if isinstance(error, LoweringError) and own_batching is not batching:
-                raise  # only a batch that can't be cut is found so late
+                raise  # only an indivisible batch is found so late
             notes.append(f"{plan} was not tried: {' '.join(str(error).split())}")
             continue
         tried.append(plan)
         rows += [replace(row, plan=plan) for row in report.rows]
     if not tried:
-        raise_all(PlanError, f"{type(task.module).__name__} can't be split in two in any way:", notes)
+        raise_all(PlanError, f"{type(task.module).__name__} can't be split over 2 ranks by any plan:", notes)
     kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
     title = f"{type(task.module).__name__} under {', '.join(tried)}, on 2 ranks each, {kind}"
     return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=tuple(notes))
@@ -142,7 +142,7 @@ def _each_kind(
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The original, captured and run: what any number of plans can be held against."""
+    """The original, captured and run: the reference for any number of plans."""
 
     side: Original
     run: TrainingRun
@@ -212,7 +212,7 @@ def make_task(
 
 
 def _limit(task: VerifyTask) -> float:
-    """How far apart things may be: twice the step of the narrowest dtype that a precision has."""
+    """The tolerance: twice the eps of the narrowest dtype of a precision."""
     precision = task.precision
     names = {
         precision.compute,
@@ -248,15 +248,15 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: VerifyTask) -
 
 
 def _some_ranks(plan: PlanLike) -> int:
-    """How many ranks a plan is for, which a search does not know."""
+    """The number of ranks of a plan; "auto" needs it from the user."""
     if plan == "auto":
-        raise InputError('plan="auto" on one rank splits nothing, so that it proves nothing; say for how many ranks '
-                         "with size=2, name a plan, or leave it out to try one of each kind")  # fmt: skip
+        raise InputError('plan="auto" on one rank splits nothing, so it proves nothing; set the number of ranks '
+                         "with size=2, pass a plan, or leave it out to try one of each kind")  # fmt: skip
     return ranks_of(plan)
 
 
 def ranks_of(plan: PlanLike) -> int:
-    """How many ranks a plan is for."""
+    """The number of ranks of a plan."""
     if isinstance(plan, Plan):
         return plan.size
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
@@ -269,16 +269,16 @@ def ranks_of(plan: PlanLike) -> int:
             raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
     if isinstance(plan, str):
         return 1 if plan == "auto" else parse_plan_string(plan).size
-    raise InputError("a policy function does not say for how many ranks it is; pass size=2")
+    raise InputError("a policy function does not fix the number of ranks; pass size=2")
 
 
 def _captures(side: Original) -> dict[tuple[bool, int], CapturedGraph]:
-    """The graphs that the reference has captured already, for ranks in this process."""
+    """The graphs captured by the reference, for ranks in this process."""
     return {(entry == "train", number): side.captured(entry) for number, entry in enumerate(side.task.entries)}
 
 
 def _on_rank(rank: int, order: CompileTask, original: TrainingRun, tolerance: float) -> list[Row]:
-    """The compiled run of this rank, compared with the original."""
+    """Run the compiled program on this rank and compare it with the original."""
     mine = follow(CompiledSide(order), order.task)
     scale = 0.0
     runs: list[list[Row]] = []
@@ -306,7 +306,7 @@ def _agree(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _share(module: nn.Module) -> None:
-    """Unseeded scripts differ between ranks: all compare with what rank 0 has."""
+    """Unseeded scripts differ between ranks: broadcast from rank 0."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):

@@ -19,11 +19,11 @@ from ..rules import analyse
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """What the flow makes of a call, stage by stage."""
+    """The result of each step of compilation."""
 
     captured: CapturedGraph
     plan: Plan
-    programs: tuple[LoweredProgram, ...]  # one for each segment
+    programs: tuple[LoweredProgram, ...]  # one for each stage
 
     @property
     def program(self) -> LoweredProgram:
@@ -55,7 +55,7 @@ def compile_program(
 ) -> Compilation:
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta.
 
-    captured   what the call computes, if that is known already
+    captured   the captured call, if there is one already
     """
     if captured is None:
         real, entry = (module, args, kwargs), "train" if module.training else "eval"

@@ -1,12 +1,12 @@
-"""Many ranks started from one process, so that a plan can be tried without torchrun.
+"""Start many ranks from one process, so that a plan can be tried without torchrun.
 
     method      a rank is          good for
     ---------   ----------------   ---------------------------------------------------
-    threads     a thread           small models, a few milliseconds, nothing is pickled
-    processes   a gloo process     what is closest to earnest; the work must be picklable
+    threads     a thread           small models; starts in milliseconds, pickles nothing
+    processes   a gloo process     closest to a real run; the work must be picklable
 
 Both call `work(rank, *args)` with torch.distributed initialised, return the results in rank
-order, raise what the first failing rank raised, and end instead of hanging. Threads share
+order, raise the error of the first failing rank, and end instead of hanging. Threads share
 one interpreter: ranks share torch's default generator, and there is no send and receive.
 """
 
@@ -33,7 +33,7 @@ Method = Literal["threads", "processes"]
 
 
 def run(method: Method, size: int, work: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-    """Call `work(rank, *args)` on `size` ranks, and return what they return."""
+    """Call `work(rank, *args)` on `size` ranks, and return their results."""
     start = run_threads if method == "threads" else run_processes
     return start(size, work, *args, timeout=timeout)
 
@@ -54,7 +54,7 @@ def run_threads(size: int, work: Callable[..., Any], *args: Any, timeout: float 
                 results[rank] = work(rank, *args)
             finally:
                 dist.destroy_process_group()
-        except SystemExit:  # how the threaded group ends the ranks that wait for a failed one
+        except SystemExit:  # how the threaded group stops ranks that wait for a failed one
             errors.append((rank, RankError(f"rank {rank} waited for a rank that failed")))
         except BaseException as error:
             errors.append((rank, error))
@@ -82,7 +82,7 @@ def _isolate(on: bool) -> None:
 
 
 def _join(threads: list[threading.Thread], errors: list[Any], timeout: float, local: Any) -> None:
-    """Wait for the threads; once one has failed or time is up, wake those that wait in a collective."""
+    """Wait for the threads; after a failure or the timeout, wake those that wait in a collective."""
     deadline = time.monotonic() + timeout
     ending = False
     while any(thread.is_alive() for thread in threads):
@@ -109,7 +109,7 @@ def _wake(local: Any) -> None:
 
 
 def run_processes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-    """The ranks as gloo processes, forked from a clean server that has imported torch."""
+    """The ranks as gloo processes, forked from a clean forkserver that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -157,7 +157,7 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
             try:
                 fine, result = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise RankError(f"rank {rank} of {len(connections)} died without a word") from None
+                raise RankError(f"rank {rank} of {len(connections)} died without an error") from None
             if not fine:
                 error, text = result
                 if error is None:

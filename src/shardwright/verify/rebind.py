@@ -1,8 +1,8 @@
-"""A plan for the model as it is, said again for the float64 copy that is verified.
+"""Translate a plan of the original model to the float64 copy that is verified.
 
 A plan belongs to a graph. The graph of the promoted copy has other dtypes and lacks the
 casts between floats, hence another fingerprint; every other op has the same name in both,
-except that casts that are left are numbered anew.
+except that the remaining casts are renumbered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CAST = "aten._to_copy.default"
 
 
 def read(plan: Plan | Path | str, graph: Graph) -> Plan:
-    """The plan, refused if it was not made for this graph."""
+    """Read the plan; refuse it if it was not made for this graph."""
     known = plan if isinstance(plan, Plan) else load(plan, graph)
     known.check_against(graph)
     return known
@@ -49,7 +49,7 @@ def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
 
 
 def _match_casts(old: Graph, new: Graph) -> dict[str, str]:
-    """For each cast of the promoted graph the one that it was, in the order of their module."""
+    """For each cast of the promoted graph its original, in the order of their module."""
     matches: dict[str, str] = {}
     for stem in {_stem(op) for op in new.ops if op.target == CAST}:
         after = [op.name for op in new.ops if op.target == CAST and _stem(op) == stem]
@@ -64,5 +64,5 @@ def _stem(op: Op) -> str:
 
 
 def _dropped(op: Op, graph: Graph) -> bool:
-    """Whether promotion makes nothing of a cast: it goes from float to float."""
+    """Whether promotion drops a cast: one from float to float."""
     return graph.values[op.inputs[0]].floating and graph.values[op.outputs[0]].floating

@@ -1,8 +1,8 @@
-"""What both sides do: a few training steps on one batch, then perhaps one evaluation.
+"""What both sides do: a few training steps on one batch, then optionally one evaluation.
 
-A `VerifyTask` says what is run, a `TrainingRun` holds everything that is compared, whole and under the
-original names. `follow` is the loop; the two sides only differ in how they call the model
-and where they find gradients (`original.py`, `compiled.py`).
+A `VerifyTask` says what to run; a `TrainingRun` has everything that is compared, gathered and under
+the original names. `follow` is the loop; the two sides differ only in how they call the model and
+where they find gradients (`original.py`, `compiled.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class VerifyTask:
 
     @property
     def promote(self) -> bool:
-        """In float64 the casts to float32 that stand in a model's code would end parity at 5e-8."""
+        """In float64, casts to float32 in a model's code would end parity at 5e-8."""
         return self.dtype is torch.float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """One training step: what the model returned, and the gradients it left."""
+    """One training step: outputs and gradients."""
 
     outputs: Tensors
     gradients: Tensors
@@ -83,7 +83,7 @@ class ComparedModel(Protocol):
 
 
 def follow(side: ComparedModel, task: VerifyTask) -> TrainingRun:
-    """Train for the task's steps, then evaluate if it asks for that."""
+    """Train for the task's steps, then evaluate if requested."""
     steps: list[TrainingStep] = []
     for _ in range(task.steps if "train" in task.entries else 0):
         side.optimizer.zero_grad()
@@ -102,7 +102,7 @@ def follow(side: ComparedModel, task: VerifyTask) -> TrainingRun:
 
 
 def named_outputs(output: Any) -> Tensors:
-    """Every tensor and number of what a model returns, by its place in it."""
+    """Every tensor and number of a model's output, by path."""
     tensors: Tensors = {}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         name = ".".join(_word(key) for key in path) or "output"
@@ -127,7 +127,7 @@ def loss_of(output: Any) -> Tensor:
         return loss.reshape(())
     floats = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
     if not floats:
-        raise InputError("the model returns no floating tensor, so there is nothing to verify")
+        raise InputError("the model returns no floating tensor, so there is nothing to train and verify")
     if floats[0].numel() == 1 and floats[0].requires_grad:
         return floats[0].reshape(())
     parts = [(x * torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)).mean() for x in floats]
@@ -139,7 +139,7 @@ def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """For every key of a parameter the first key that stands for it (tied weights have several)."""
+    """For every key of a parameter its first key (tied weights have several)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for key, parameter in module.named_parameters(remove_duplicate=False):

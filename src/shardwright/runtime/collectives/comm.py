@@ -16,7 +16,7 @@ travel padded to the largest. Inputs and incoming gradients are never written to
 them; only `all_reduce_` sums in place, where lowering knows that nobody has. `recording` lists the
 collectives that are issued, forward and backward.
 
-Over a `Moment`, a place in time, only what needs no other rank works: `shard` of a value without gradient,
+Over a `Moment` (a microbatch), only reshards that need no other rank work: `shard` of a value without gradient,
 `shard(src=R)`, `zero_pad`, `partial`, `invariant`. Backward reads the moment again.
 """
 

@@ -164,7 +164,7 @@ def _open(
         file = os.open(offer["path"], os.O_RDWR) if own is None else own
         memory = mmap.mmap(file, offer["size"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if memory[: len(offer["token"])] != offer["token"].encode():
-            raise OSError(f"{offer['path']} is not what was offered")
+            raise OSError(f"{offer['path']} is not the file that was offered")
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
     except (OSError, ValueError) as error:
         if file is not None:

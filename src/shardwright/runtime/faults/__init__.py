@@ -1,4 +1,6 @@
-"""What can go wrong while ranks run: `watch.py` tells the other ranks of a failure, `flight_recorder.py` and
-`hang_report.py` name the collective that ranks wait in, `nonfinite.py` the op that made a NaN, `replicas.py` values
-that have drifted apart, `input_comparison.py` ranks that pass different batches, `signals.py` requests to stop.
+"""Faults while ranks run.
+
+`watch.py` reports a failure to the other ranks; `flight_recorder.py` and `hang_report.py` name the collective that
+ranks wait in; `nonfinite.py` finds the op that made a NaN; `replicas.py` finds replicas that have drifted apart;
+`input_comparison.py` finds ranks that pass different batches; `signals.py` turns signals into a clean stop.
 """

@@ -1,11 +1,11 @@
-"""Which collectives this rank has entered, so that ranks that wait for each other can say for what.
+"""The collectives that this rank has entered, so that a hang report can say what ranks wait for.
 
 A collective has a number: how many this rank has entered in the same process group. All members
-of a group enter the same ones in the same order, so that the first number that some have and
-others have not is the one that hangs, and the first that differs is where they desynchronized.
+of a group enter the same ones in the same order, so the first number that some have and others have
+not is the one that hangs, and the first that differs is where they desynchronized.
 
 `enter` is called before every collective of a step. It costs about two microseconds, and nothing
-where nobody watches. No tensor is kept alive: only shapes, code and places in it.
+if recording is off. No tensor is kept alive: only shapes and code locations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 CAPACITY = 128  # collectives that are recorded
 
 Place = tuple[CodeType, int]
-"""Code, and where in it: what a frame is at, without keeping the frame."""
+"""A code object and a position in it: the location of a frame, without keeping the frame alive."""
 
 _RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = (_RUNTIME, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
@@ -38,7 +38,7 @@ class RecordedCollective(NamedTuple):
     group: Any  # a process group, or (source, target) of a message
     number: int
     kind: str
-    what: Any  # a shape, or something that says what it is when it is printed
+    what: Any  # a shape, or an object that describes itself when printed
     place: Place | None
     backward: bool
 
@@ -50,10 +50,10 @@ class FlightRecorder:
         self.entered: deque[RecordedCollective] = deque(maxlen=CAPACITY)
         self.counts: dict[Any, int] = {}
         self.total = 0
-        self.within: Place | None = None  # the line of forward whose backward runs
-        self.doing: Any = None  # the step of a schedule that runs
-        self.expected: dict[tuple[int, int], int] = {}  # messages that were asked for
-        self.awaits: tuple[tuple[int, int], int] | None = None  # the message that is waited for
+        self.within: Place | None = None  # the line of forward whose backward is running
+        self.doing: Any = None  # the running step of a schedule
+        self.expected: dict[tuple[int, int], int] = {}  # receives that were posted
+        self.awaits: tuple[tuple[int, int], int] | None = None  # the message being waited for
 
     def enter(self, kind: str, group: Any, what: Any) -> None:
         if group is None:
@@ -82,19 +82,19 @@ def end() -> None:
 
 
 def enter(kind: str, group: Any, what: Any = None) -> None:
-    """Note a collective that is about to be issued."""
+    """Record a collective that is about to be issued."""
     if _recorder is not None:
         _recorder.enter(kind, group, what)
 
 
 def send(source: int, target: int) -> None:
-    """Note a message that is about to be sent."""
+    """Record a message that is about to be sent."""
     if _recorder is not None:
         _recorder.enter("message", (source, target), _recorder.doing)
 
 
 def expect(source: int, target: int) -> int:
-    """Note a message that was asked for; which of that rank it is."""
+    """Record a posted receive; returns the number of its message from that rank."""
     if _recorder is None:
         return 0
     number = _recorder.expected[source, target] = _recorder.expected.get((source, target), 0) + 1
@@ -102,24 +102,24 @@ def expect(source: int, target: int) -> int:
 
 
 def wait_for(source: int, target: int, number: int) -> None:
-    """Note the message that this rank waits for."""
+    """Record the message that this rank waits for."""
     if _recorder is not None:
         _recorder.awaits = (source, target), number
 
 
 def record_step(step: Any) -> None:
-    """Note the step of a schedule that begins; None after the last."""
+    """Record the step of a schedule that begins; None after the last."""
     if _recorder is not None:
         _recorder.doing, _recorder.awaits = step, None
 
 
 def here() -> Place | None:
-    """Where the program is, for the backward of what it does there."""
+    """The current location in the program, for the backward of its ops."""
     return place_of(sys._getframe(1)) if _recorder is not None else None
 
 
 def within(place: Place | None) -> Place | None:
-    """The backward of a line begins, or ends with what this returned."""
+    """The backward of a line begins; pass the returned value to end it."""
     if _recorder is None:
         return None
     before, _recorder.within = _recorder.within, place
@@ -127,7 +127,7 @@ def within(place: Place | None) -> Place | None:
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Where the first frame is that is neither ours nor torch's: a line of generated code, or of the user's."""
+    """The location of the innermost frame outside of shardwright and torch: generated code, or the user's."""
     while frame is not None:
         file = frame.f_code.co_filename
         ours = _known.get(file)
@@ -142,19 +142,19 @@ def place_of(frame: FrameType | None) -> Place | None:
 _known: dict[str, bool] = {}
 
 
-# -- in words, for others ----------------------------------------------------------------------
+# -- as text, for other ranks --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedLine:
-    """A place in words: file and line, the text there, and the line of the user's model that it comes from."""
+    """A location as text: file and line, the code there, and the line of the user's model it comes from."""
 
     at: str
     text: str
     source: str | None
 
     def __str__(self) -> str:
-        comes = f", which comes from {self.source}" if self.source else ""
+        comes = f", from {self.source}" if self.source else ""
         return f"{self.at} ({self.text}){comes}"
 
 
@@ -171,12 +171,12 @@ def _line_at(file: str, number: int) -> RecordedLine:
 
 
 def caller() -> FrameType | None:
-    """The frame that calls the one that asks."""
+    """The frame of the caller."""
     return sys._getframe(2)
 
 
 def line_in(entry: str) -> RecordedLine | None:
-    """The line of generated code that an entry of a printed stack names, if it does."""
+    """The line of generated code named by an entry of a printed stack, if any."""
     match = re.match(r'\s*File "(.*)", line (\d+)', entry)
     if match is None or not _is_generated(match[1]):
         return None
@@ -188,7 +188,7 @@ def _is_generated(file: str) -> bool:
 
 
 def _source(file: str, number: int) -> str | None:
-    """The user's line that a line of generated code stands for: its own comment, or the nearest above."""
+    """The user's line of a line of generated code: from its comment, or the nearest above."""
     if not _is_generated(file):
         return None
     for above in range(number, max(0, number - 30), -1):
@@ -225,7 +225,7 @@ def _what(what: Any) -> str:
 
 
 def name_of(group: Any) -> list[Any]:
-    """The name of a group, which all its members know, and its ranks."""
+    """The name of a group, common to its members, and its ranks."""
     if isinstance(group, tuple):
         return ["message", list(group)]
     return [str(group.group_name), [int(rank) for rank in dist.get_process_group_ranks(group)]]

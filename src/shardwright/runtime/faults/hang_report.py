@@ -1,7 +1,7 @@
-"""Hang reports for ranks that wait for each other for ever: where each of them is, and what is missing.
+"""Hang reports for ranks that wait for each other: where each of them is, and which collective is incomplete.
 
-The thread of a rank that has waited for too long asks, through the store; the threads of all ranks answer, also
-of those that are busy elsewhere, and it compares what they say (`explain`).
+The watch thread of a rank that has waited for too long asks through the store; the watch threads of all ranks answer,
+also of those that are busy elsewhere, and it compares their reports (`explain`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Inquiry:
     def __init__(self, store: Any, rank: int, size: int, notes: flight_recorder.FlightRecorder) -> None:
         self._store, self._rank, self._size, self._notes = store, rank, size, notes
         self._number = 0
-        self._mark: Any = None  # how far this rank was when it was last looked at
+        self._mark: Any = None  # the progress of this rank at the last check
         self._since, self._reported = 0.0, False
 
     def answer(self, frame: FrameType | None, waiting: bool) -> None:
-        """Say where this rank is, if somebody has asked."""
+        """Report where this rank is, if another rank has asked."""
         if self._store.check([f"ask/{self._number}"]):
             text = json.dumps(flight_recorder.report_of(self._notes, frame, waiting))
             self._store.set(f"where/{self._number}/{self._rank}", text)
             self._number += 1
 
     def ask(self, frame: FrameType | None, waited: float, patience: float) -> str | None:
-        """Why ranks wait for each other, as far as they say within some seconds. None if another rank asks already."""
+        """Why ranks wait, from the reports that arrive within some seconds. None if another rank asks already."""
         number = self._number
         asks = self._store.compare_set(f"ask/{number}", "", str(self._rank))
         self.answer(frame, waiting=True)
-        if int(asks) != self._rank:  # somebody else does
+        if int(asks) != self._rank:  # another rank asks
             return None
         keys = {rank: f"where/{number}/{rank}" for rank in range(self._size)}
         until = time.monotonic() + patience
@@ -48,9 +48,9 @@ class Inquiry:
         return explain(reports, self._size, waited)
 
     def idle(self, mark: Any, frame: FrameType | None, after: float, patience: float) -> str | None:
-        """Which collective ranks lack, if this one has been at `mark` for long. None if none does, or it is known.
+        """The collective that some ranks lack, if this one has been at `mark` for long. None if none, or known.
 
-        For devices that collectives run on by themselves: the thread waits elsewhere, or not at all.
+        For devices on which collectives run asynchronously: the thread waits elsewhere, or not at all.
         """
         now = time.monotonic()
         if mark != self._mark:
@@ -62,11 +62,11 @@ class Inquiry:
         return report if report is not None and NOTHING not in report else None
 
 
-NOTHING = "in nothing that a compiled model does"
+NOTHING = "outside of the compiled model"
 
 
 def explain(reports: Mapping[int, RankReport], size: int, waited: float) -> str:
-    """What ranks that wait for each other wait for, and where each is."""
+    """What the ranks wait for, and where each of them is."""
     cause = _desynchronized(reports) or _missing(reports) or _message(reports)
     head = f"the ranks have waited for each other for {waited:.0f} s"
     lines = [f"{head}: {cause}" if cause else f"{head}, {NOTHING}"]
@@ -79,13 +79,13 @@ def explain(reports: Mapping[int, RankReport], size: int, waited: float) -> str:
 
 def _where(report: RankReport | None) -> str:
     if report is None:
-        return "gave no answer: it is busy in code that lets no other thread run, or its machine is gone"
+        return "gave no answer: it is in code that holds the GIL, or its machine is down"
     step = f"in step {report['doing']}, " if report["doing"] else ""
     return f"{step}{'waits' if report['waiting'] else 'is busy'} at {_line(report['at'])}"
 
 
 def _desynchronized(reports: Mapping[int, RankReport]) -> str | None:
-    """The first collective of a group that its members did not enter alike."""
+    """The first collective of a group in which its members differ."""
     by_group: dict[str, dict[int, dict[int, Any]]] = {}
     for rank, report in reports.items():
         for record in report["entered"]:
@@ -98,7 +98,7 @@ def _desynchronized(reports: Mapping[int, RankReport]) -> str | None:
                 kinds.setdefault((record["kind"], record["backward"], at), []).append(rank)
             if len(kinds) > 1 and next(iter(records.values()))["kind"] != "message":
                 each = [f"{_ranks(ranks)} entered {_collective(records[ranks[0]])}" for ranks in kinds.values()]
-                return f"they don't do the same: {', but '.join(each)}"
+                return f"they are desynchronized: {', but '.join(each)}"
     return None
 
 
@@ -117,7 +117,7 @@ def _missing(reports: Mapping[int, RankReport]) -> str | None:
         late = [rank for rank, number in counted.items() if number == least]
         if name == "message" or (least == max(counted.values()) and not lost):
             continue
-        if least == max(counted.values()):  # only those that gave no answer can be late
+        if least == max(counted.values()):  # only ranks that gave no answer can be late
             late, least = [], least - 1
         record = _entered(reports, [name, ranks], least + 1)
         if record is not None:
@@ -130,7 +130,7 @@ def _missing(reports: Mapping[int, RankReport]) -> str | None:
 
 
 def _message(reports: Mapping[int, RankReport]) -> str | None:
-    """A message of a pipeline that is waited for and was not sent."""
+    """A pipeline message that is waited for and was not sent."""
     candidates: list[tuple[bool, int, str]] = []
     for rank, report in reports.items():
         if report["awaits"] is None or not report["waiting"]:
@@ -161,7 +161,7 @@ def _collective(record: Any) -> str:
 
 
 def _line(line: Any) -> str:
-    return str(flight_recorder.RecordedLine(**line)) if line is not None else "an unknown place"
+    return str(flight_recorder.RecordedLine(**line)) if line is not None else "an unknown location"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,6 +1,6 @@
-"""Whether all ranks pass what they should, in every call, without waiting for each other.
+"""Check in every call that ranks pass the inputs they should, without making ranks wait for each other.
 
-A call makes a digest of each input where it lies and posts four numbers; what the others have posted is read later:
+A call computes a digest of each input on its device and posts four numbers; those of the others are read later:
 
     rank 0    digest, post | forward ............ | read, backward ...
     rank 1        digest, post | forward ............ | read, backward ...
@@ -8,10 +8,10 @@ A call makes a digest of each input where it lies and posts four numbers; what t
     post      program, replica, digest of the batched inputs, digest of the unbatched inputs
     read      when backward reaches an output of the call, or else at the next call
 
-Reading waits only for a rank that is a whole forward behind, which the sums of backward would wait for anyway. It
-comes before any gradient is there, so that no parameter has changed when a wrong batch is found. All ranks read the
-same numbers: if they don't fit, all of them exchange which input it is, and all raise. The first call of a program is
-read at once.
+Reading waits only for a rank that is a full forward behind, which the gradient sync would wait for anyway. It happens
+before any gradient is computed, so that no parameter has changed when a wrong batch is found. All ranks read the
+same numbers: if they don't match, all of them exchange which input it is, and all raise. The first call of a program
+is read at once.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .tensor_digest import tensor_digest, weights
 from .watch import report_failure
 
 BLAME = {
-    "global": 'inputs="global" means that every rank passes the whole global batch; pass the same data everywhere (one '
-    'seed and one order on all ranks), or say inputs="per_replica" (each replica its own samples) or inputs="per_rank" '
-    "(each rank its own rows); data that a device computed and whose last bits differ is not compared after the first "
+    "global": 'inputs="global" means that every rank passes the global batch; pass the same data everywhere (one '
+    'seed and one order on all ranks), or use inputs="per_replica" (each replica its own samples) or inputs="per_rank" '
+    "(each rank its own samples); if computed inputs differ in their last bits, skip the comparison after the first "
     "call with SHARDWRIGHT_COMPARE_INPUTS=0",
     "per_replica": 'inputs="per_replica" means that the ranks of one replica pass the same samples; sample by '
     "model.data_rank, not by the rank",
-    "unbatched": "an input without a batch dim is the same on every rank; pass the same everywhere, or if it has a "
-    "batch dim, say which inputs have none: parallelize(..., unbatched=[...])",
+    "unbatched": "an input without a batch dim must be the same on every rank; pass the same, or if it has a "
+    "batch dim, name the inputs that have none: parallelize(..., unbatched=[...])",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallSignature:
-    """What a program is called with: its name, all arguments in words, and which tensors are batched."""
+    """The call of a program: its name, all arguments as text, and which tensors are batched."""
 
     program: str
     arguments: Mapping[str, str]  # by path: a shape, or a plain value
@@ -55,10 +55,10 @@ class CallSignature:
     batched: tuple[bool, ...]
     mode: Mode  # what ranks pass
     frozen: dict[tuple[str, ...], CallSignature] = field(default_factory=dict, compare=False, repr=False)
-    plain: int | None = None  # the number of the same with nothing frozen, which decides whether a call is the first
+    plain: int | None = None  # the number of the same call with nothing frozen, which decides whether it is the first
 
     def with_frozen(self, names: tuple[str, ...]) -> CallSignature:
-        """The same where these parameters need no gradient."""
+        """The same call with these parameters frozen."""
         if not names:
             return self
         if names not in self.frozen:
@@ -73,7 +73,7 @@ class CallSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class PostedDigests:
-    """What a rank has posted about a call, and how it reads what all have."""
+    """What a rank has posted about a call, and how to read the posts of all ranks."""
 
     call: int
     signature: CallSignature
@@ -96,9 +96,9 @@ class InputComparison:
     def begin(
         self, signature: CallSignature, tensors: Sequence[Tensor], replica: tuple[int, int], at_once: bool
     ) -> None:
-        """A call begins: post what it passes; with `at_once` read what all pass too.
+        """A call begins: post its digests; with `at_once` also read those of all ranks.
 
-        `replica` is the data-parallel group of this rank, and their number.
+        `replica` is the data-parallel replica of this rank, and their number.
         """
         self.settle()
         self.calls += 1
@@ -117,14 +117,14 @@ class InputComparison:
             self.settle()
 
     def until_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Have what was posted read when backward reaches one of these, before it goes on."""
+        """Read the posts when backward reaches one of these tensors, before it proceeds."""
         for tensor in outputs if self._posted is not None else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.settle())  # type: ignore[no-untyped-call]
 
     @report_failure
     def settle(self) -> None:
-        """Read what was posted last, if that is still to be done; raise on all ranks if it does not fit."""
+        """Read the last posts, if still pending; raise on all ranks if they don't match."""
         posted, self._posted = self._posted, None
         if posted is not None:
             fault = _fault(posted, posted.read())
@@ -134,9 +134,9 @@ class InputComparison:
     def _constants_of(
         self, signature: CallSignature, replica: tuple[int, int], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The first two numbers of a post, and what makes one digest of the batched and one of the unbatched tensors.
+        """The first two numbers of a post, and the masks that sum the digests of batched and of unbatched tensors.
 
-        Kept, since to bring numbers to an accelerator is to wait for it.
+        Cached, since copying numbers to an accelerator waits for it.
         """
         key = signature.number, replica
         if key not in self._constants:
@@ -146,7 +146,7 @@ class InputComparison:
         return self._constants[key]
 
     def _post(self, own: Tensor) -> Callable[[], list[list[int]]]:
-        """Begin to gather; what is returned waits for the end of it."""
+        """Start the all_gather; call the result to wait for it."""
         size = dist.get_world_size()
         every = own.new_empty(size * own.numel())
         flight_recorder.enter("all_gather", None, "digests of the inputs")
@@ -158,14 +158,14 @@ class InputComparison:
                 return [list(digests) for digests in every.view(size, -1).tolist()]
 
             return read
-        # A stream of its own, so that the host waits for these few numbers and not for what was launched after them.
+        # A separate stream, so that the host waits for these few numbers and not for kernels launched after them.
         self._stream = self._stream or torch.Stream(own.device)
         self._stream.wait_stream(torch.accelerator.current_stream(own.device))
         with self._stream:
             work.wait()
             there = torch.empty(every.shape, dtype=every.dtype, pin_memory=True).copy_(every, non_blocking=True)
         event = self._stream.record_event()
-        sources = own, every  # whose memory is not to be used again before the copy is done
+        sources = own, every  # keep their memory alive until the copy is done
 
         def read_there() -> list[list[int]]:
             nonlocal sources
@@ -177,9 +177,9 @@ class InputComparison:
 
 
 def _digests(signature: CallSignature, tensors: Sequence[Tensor], is_first: bool) -> Tensor:
-    """The digest of each tensor; 0 for what is not compared: gathered samples, and after the first call activations.
+    """The digest of each tensor; 0 for what is not compared: gathered samples and, after the first call, activations.
 
-    What other modules computed may differ in its last bits between devices, and is nobody's slip.
+    Outputs of other modules may differ in their last bits between devices, which is no mistake.
     """
     device = world.here().device
     nothing = torch.zeros((), dtype=torch.int64, device=device)
@@ -193,7 +193,7 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], is_first: bool
 
 
 def _fault(posted: PostedDigests, every: list[list[int]]) -> str | None:
-    """What does not fit; all ranks find the same, or none."""
+    """The mismatch, if any; all ranks find the same."""
     replicas: dict[int, set[int]] = {}  # the digests of batches, by the ranks that must pass the same one
     for _, replica, batched, _ in every:
         replicas.setdefault(replica if posted.signature.mode == "per_replica" else 0, set()).add(batched)
@@ -206,13 +206,13 @@ def _fault(posted: PostedDigests, every: list[list[int]]) -> str | None:
     if alike and len({batches.pop() for batches in replicas.values()}) == 1:
         return (
             'inputs="per_replica" means that each data-parallel replica passes its own samples, but all pass the same; '
-            'use model.data_rank and model.data_size in the sampler, or say inputs="global"'
+            'use model.data_rank and model.data_size in the sampler, or use inputs="global"'
         )
     return None
 
 
 def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
-    """The first rank that passes something else, and what it is. All ranks must call it."""
+    """The first rank whose inputs differ, and which input. All ranks must call it."""
     signature, mode = posted.signature, posted.signature.mode
     digests = dict(zip(signature.tensors, posted.each.tolist(), strict=True))
     mine = posted.call, signature.program, dict(signature.arguments), digests
@@ -222,18 +222,18 @@ def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
         lead = f"in call {posted.call} of the model rank {rank}"
         if (call, program) != every[0][:2]:
             return (
-                f"{lead} runs {program} (its call {call}), and rank 0 runs {every[0][1]} (its call {every[0][0]}); "
+                f"{lead} runs {program} (its call {call}), but rank 0 runs {every[0][1]} (its call {every[0][0]}); "
                 "call the model on all ranks in the same order, in train or eval mode alike, with the same arguments"
             )
         for path in {**every[0][2], **arguments}:
             value, other = arguments.get(path, "nothing"), every[0][2].get(path, "nothing")
             if value != other:
-                return f"{lead} passes {value} as {path}, and rank 0 {other}; pass the same"
+                return f"{lead} passes {value} as {path}, but rank 0 {other}; pass the same"
         for path, batched in zip(signature.tensors, signature.batched, strict=True):
             at = first if batched else 0
             if theirs[path] != every[at][3][path]:
                 blame = BLAME[mode if batched else "unbatched"]
                 what = "batch" if batched and mode == "global" else path
                 named = f": {path} differs" if what == "batch" else ""
-                return f"{lead} passes another {what} than rank {at}{named}; {blame}. No parameter has changed by it"
+                return f"{lead} passes another {what} than rank {at}{named}; {blame}. No parameter was changed"
     return f"in call {posted.call} of the model the ranks pass different inputs; pass the same everywhere"

@@ -1,12 +1,12 @@
-"""Where a NaN or an infinity comes from: the first op of a step that makes one of finite values.
+"""Where a NaN or an infinity comes from: the first op of a step that makes one from finite values.
 
-A step that went wrong is run again, with the same batch, the same masks and the generated program as it is, and
-every op that torch runs is looked at, on every rank, in forward and in backward. An op is to blame if its inputs were
-fine and what it made is not; what arrives broken from elsewhere is not its fault. Nothing of the run is changed.
+A failed step is run again, with the same batch, the same dropout masks and the same generated program, and
+the inputs and outputs of every op that torch runs are checked, on every rank, in forward and backward. An op is the
+origin if its inputs are finite and its outputs are not. The state of the run is not changed.
 
     find_nonfinite(model, args)      which op, at which line, on which ranks
     first_gradient(model)            the first parameter whose gradient is not finite
-    agree_finite(model, loss)        whether all ranks are fine, for the price of one small all_reduce
+    agree_finite(model, loss)        whether all ranks are finite, at the cost of one small all_reduce
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MAKES_NOTHING = ("empty", "new_empty", "resize", "set_", "detach", "view", "_un
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFiniteOrigin:
-    """The first op that made what is not finite, on one rank."""
+    """The first op with a non-finite output, on one rank."""
 
     order: int  # how many ops had run before it
     kind: str  # "nan" or "inf"
     op: str
     shape: tuple[int, ...]
-    count: int  # elements that are not finite
+    count: int  # non-finite elements
     phase: str
     line: str  # of the generated program, with the user's
 
@@ -60,9 +60,9 @@ class NonFiniteOrigin:
 def find_nonfinite(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, loss_of: LossOf | None = None
 ) -> str | None:
-    """Run a step again and say where it first goes wrong; None if all is finite. All ranks must call it.
+    """Run a step again and find its first non-finite op; None if all is finite. All ranks must call it.
 
-    `loss_of` gives the loss of what the model returns; without it, it is the first number among that.
+    `loss_of` takes the model's output; default: the first scalar in it.
     """
     origin = _broken_before(model, args, kwargs or {})
     first = origin or _rerun(model, args, kwargs or {}, loss_of or first_number)
@@ -72,7 +72,7 @@ def find_nonfinite(
 @report_failure
 @torch.no_grad()
 def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = False) -> bool:
-    """Whether the loss, and gradients if asked, are finite on all ranks. All ranks must call it."""
+    """Whether the loss, and optionally gradients, are finite on all ranks. All ranks must call it."""
     checked = gradients_of(model.parameters()) if gradients else []
     with Untouched():
         device = here().device
@@ -103,26 +103,26 @@ def first_gradient(model: nn.Module) -> str | None:
 def explain_nonfinite(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, loss_of: LossOf | None = None
 ) -> NonFiniteError:
-    """The error that says all that can be found out about a step that went wrong. All ranks must call it."""
+    """The error with everything known about a non-finite step. All ranks must call it."""
     parameter = first_gradient(model)
     origin = find_nonfinite(model, args, kwargs, loss_of=loss_of)
-    cause = [f"it begins in the {origin}" if origin else "the same step again is finite: it depends on something else"]
+    cause = [f"it begins in the {origin}" if origin else "repeating the step is finite: it depends on something else"]
     return NonFiniteError("; ".join(["the step is not finite", *([parameter] if parameter else []), *cause]))
 
 
 def first_number(output: Any) -> Any:
-    """The first number among what a model returns, or None."""
+    """The first scalar in a model's output, or None."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     return next((x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.numel() == 1), None)
 
 
-# -- looking at ops ------------------------------------------------------------------------------
+# -- checking ops --------------------------------------------------------------------------------
 
 
 class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the first op that makes a NaN of none, and the first that makes an infinity of finite values."""
+    """Finds the first op that makes a NaN from none, and the first that makes an infinity from finite values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count += 1
         name = func._schema.name.split("::")
         looks = self.nan is None and name[0] != "c10d" and not name[-1].startswith(_MAKES_NOTHING)
-        before = _broken((args, kwargs)) if looks else (False, False)  # an op may write on what it reads
+        before = _broken((args, kwargs)) if looks else (False, False)  # an op may overwrite its inputs
         result = func(*args, **(kwargs or {}))
         if looks:
             nan, inf = _broken(result)
@@ -175,10 +175,10 @@ def _broken(values: Any) -> tuple[bool, bool]:
 
 
 def _line(node: Any) -> str:
-    """Where an op stands: in forward by the stack, in backward by where its forward stood."""
+    """The location of an op: from the stack in forward; in backward that of its forward."""
     if node is None:
         place = flight_recorder.place_of(flight_recorder.caller())
-        return str(flight_recorder.line_of(place)) if place is not None else "an unknown place"
+        return str(flight_recorder.line_of(place)) if place is not None else "an unknown location"
     for entry in reversed(node.metadata.get("traceback_", [])):
         line = flight_recorder.line_in(entry)
         if line is not None:
@@ -190,7 +190,7 @@ def _line(node: Any) -> str:
 
 
 def _broken_before(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NonFiniteOrigin | None:
-    """Something that the step begins with: an input, a parameter, a buffer."""
+    """A non-finite input, parameter or buffer at the start of the step."""
     named: list[tuple[str, Tensor]] = [
         (f"input {pytree.keystr(path)}", x)
         for path, x in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
@@ -221,7 +221,7 @@ def _rerun(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], los
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers, counters and random numbers are afterwards as they were; the step draws what it drew."""
+    """Restore gradients, buffers, counters and random state afterwards; the step repeats its random numbers."""
     compiled = [part for part in model.modules() if isinstance(part, ParallelModel)]
     random = [(generator, generator.step) for part in compiled if (generator := part.random) is not None]
     counts = [(part, part._turns.count) for part in compiled]
@@ -251,7 +251,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _leaves(model: nn.Module) -> list[Tensor]:
-    """All that may have a gradient: parameters, and what an optimizer sees in their place."""
+    """All tensors that may have a gradient: parameters, and their shards in the optimizer."""
     leaves: dict[int, Tensor] = {}
     for parameter in model.parameters():
         for leaf in (parameter, leaf_of(parameter)):
@@ -260,7 +260,7 @@ def _leaves(model: nn.Module) -> list[Tensor]:
 
 
 def _original(model: nn.Module) -> nn.Module:
-    """The model as it was written, with the parameters of all stages."""
+    """The original model, with the parameters of all stages."""
     original: nn.Module = model._around["skeleton"] if isinstance(model, ParallelModel) else model
     return original
 
@@ -269,7 +269,7 @@ def _original(model: nn.Module) -> nn.Module:
 
 
 def _agreed(origin: NonFiniteOrigin | None) -> str | None:
-    """The first of what the ranks found, and who else found the same."""
+    """The first origin over all ranks, and the ranks that share it."""
     every = objects.all_gather_objects(origin, "what ranks found")
     there = [(rank, other) for rank, other in enumerate(every) if other is not None]
     if not there:

@@ -1,9 +1,9 @@
-"""Whether what is replicated on several ranks is really the same on all of them, bit for bit.
+"""Check that what is replicated on several ranks is equal on all of them, bit for bit.
 
-Replicas of data parallelism, parameters that are replicated over tensor-parallel ranks, parameters that two
-stages share, buffers: each shard has a name made of its key and its region, so that ranks that have the
-same piece find each other whatever the plan is. A rank sends one number for each piece that it holds,
-a hash of its bits that is summed in whole numbers on the device, so that it depends on no order.
+This covers data-parallel replicas, parameters replicated over tensor-parallel ranks, parameters shared by two
+stages, and buffers. Each shard has a name made of its key and its region, so that ranks with the same shard find
+each other under any plan. A rank sends one number per shard: a hash of its bits, summed in integers
+on the device, so that it does not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import flight_recorder
 from .watch import report_failure
 
 _CHUNK = 1 << 20
-_MIX = (-7046029254386353131, -4658895280553007687)  # two odd numbers of 64 bits
+_MIX = (-7046029254386353131, -4658895280553007687)  # two odd 64-bit numbers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +35,7 @@ class Drift:
     """A shard that is not the same on all ranks that have it."""
 
     name: str
-    ranks: tuple[tuple[int, ...], ...]  # those that agree with each other; the largest group first
+    ranks: tuple[tuple[int, ...], ...]  # ranks that agree with each other; the largest group first
 
     def __str__(self) -> str:
         most, *others = (", ".join(map(str, ranks)) for ranks in self.ranks)
@@ -51,7 +51,7 @@ def check_replicas(model: nn.Module) -> None:
 @report_failure
 @torch.no_grad()
 def drifts(model: nn.Module) -> tuple[Drift, ...]:
-    """What differs between ranks that should hold the same. All ranks must call it: one small all_gather."""
+    """Shards that differ between ranks. All ranks must call it: one small all_gather."""
     world = here()
     if world.size < 2:
         return ()
@@ -80,7 +80,7 @@ def drifts(model: nn.Module) -> tuple[Drift, ...]:
 
 
 def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that this rank holds, each with a name that says which part of which tensor it is."""
+    """All tensors of this rank, each with a name for its region of the global tensor."""
     seen: set[int] = set()
     for path, part in model.named_modules():
         holding = part._holding if isinstance(part, ParallelModel) else None
@@ -103,7 +103,7 @@ def _parameters_and_buffers(holding: RankState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _index_string(region: LocalRegion) -> str:
-    """Which part it is, as one would write it in an index: [0:4+8:12, :]. Nothing if it is all."""
+    """The region as an index: [0:4+8:12, :]. Empty if it is the full tensor."""
     if region.local_shape == region.shape:
         return ""
     dims = [
@@ -114,7 +114,7 @@ def _index_string(region: LocalRegion) -> str:
 
 
 def hash_of(tensor: Tensor) -> int:
-    """A number of 64 bits made of the bits of a tensor and their places."""
+    """A 64-bit hash of the bits of a tensor and their positions."""
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: it ends after the step that runs, on all ranks, even if only one was told.
+"""Signals that stop a run: after the current step, on all ranks, even if only one received it.
 
     with StopSignals() as signals:
         for batch in batches:
@@ -7,8 +7,8 @@
                 sw.save(...)
                 break
 
-A cluster sends SIGTERM before it kills, and Slurm SIGUSR1 if asked (--signal=USR1@120). SIGTERM once more means at
-once; but not within a few seconds of the first, since a launcher and its scheduler may both send one.
+A cluster sends SIGTERM before it kills, and Slurm SIGUSR1 with --signal=USR1@120. A second SIGTERM stops at once, but
+not within a few seconds of the first, since a launcher and its scheduler may both send one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardwright.errors import InputError
 from ..collectives import objects
 
 USUAL = ("SIGTERM", "SIGUSR1")
-PAUSE = 5.0  # seconds in which a second SIGTERM is the same as the first
+PAUSE = 5.0  # seconds within which a second SIGTERM counts as the first
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
-    """Listens to signals while it is open. `received` is the name of the first that came to this rank."""
+    """Listens to signals while open. `received` is the name of the first one on this rank."""
 
     def __init__(self, names: Sequence[str] = USUAL, then: Callable[[str], None] | None = None) -> None:
         """`then` is called with the name of the first signal, between two lines of the main thread."""
@@ -50,21 +50,21 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self.close()
 
     def open(self) -> None:
-        """Begin to listen. Only a main thread can."""
+        """Install the handlers. Only the main thread can."""
         if threading.current_thread() is threading.main_thread() and not self._before:
             for name in self.names:
                 number = int(getattr(signal, name))
                 self._before[number] = signal.signal(number, self._come)
 
     def close(self) -> None:
-        """Signals do again what they did before."""
+        """Restore the previous handlers."""
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if os.getpid() != self._process:  # a worker of a loader, forked meanwhile: not its business
+        if os.getpid() != self._process:  # a forked DataLoader worker: ignore
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.received and number == signal.SIGTERM and now - self._when > PAUSE:

@@ -1,9 +1,9 @@
-"""A number that two tensors share only if they have the same bits, computed where the tensor lies.
+"""A digest that two tensors share only if they have the same bits, computed on the tensor's device.
 
-The bits are read as words of 32 bits w[r, c], in rows of a fixed width, and multiplied by weights that look random:
-sum over r of u[r] * (sum over c of v[c] * w[r, c]), modulo 2**64. The weights go by position, so that samples in
-another order have another digest. Nothing is copied to the host, and no two devices round integers differently. It is
-made for slips, not against somebody who looks for two batches with one digest.
+The bits are read as 32-bit words w[r, c], in rows of a fixed width, and multiplied by pseudo-random weights:
+sum over r of u[r] * (sum over c of v[c] * w[r, c]), modulo 2**64. The weights depend on the position, so samples in
+another order have another digest. Nothing is copied to the host, and integer arithmetic is exact on every device. It
+detects mistakes; it is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a sparse one is made of."""
+    """The dense components of a sparse tensor."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -46,7 +46,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _as_int32(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as a flat row of int32, filled up with zeros."""
+    """The bits of a tensor as flat int32, padded with zeros."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
     plain = plain.as_strided((plain.numel(),), (1,))  # a single element may have any stride
@@ -60,7 +60,7 @@ def _as_int32(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def weights(count: int, device: torch.device) -> Tensor:
-    """So many numbers of 64 bits that look random, the same on every device and in every process."""
+    """`count` pseudo-random 64-bit numbers, the same on every device and in every process."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor

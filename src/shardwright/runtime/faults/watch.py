@@ -1,7 +1,7 @@
-"""When a rank fails, the others stop and say which one and why, instead of waiting.
+"""When a rank fails, the others stop and say which one and why, instead of hanging.
 
 Ranks report failures through the store of the default process group, apart from all
-collectives. A small thread of each rank writes there once a second that it lives.
+collectives. A small thread of each rank writes a heartbeat there once a second.
 
     what happens                      what the others see            what they raise
     -------------------------------   ----------------------------   --------------------------------
@@ -9,16 +9,16 @@ collectives. A small thread of each rank writes there once a second that it live
                                       error is in the store          error
     a rank is killed                  its connections close, its     RankError that names the lost rank
                                       process is gone
-    a rank raises and lives on, or    nothing at all: they wait      the thread prints that RankError and
-    its machine is lost                                              ends the process, since nothing can
-                                                                     wake a thread that waits in gloo
-    a rank sleeps, or leaves a        nothing, until the process     RankError with the op, its line, who has
-    collective out                    group's timeout                come to it and where the others are
+    a rank raises and lives on, or    nothing: they wait             the thread prints that RankError and
+    its machine is lost                                              ends the process, since a thread that
+                                                                     waits in gloo can't be woken
+    a rank sleeps, or skips a         nothing, until the process     RankError with the op, its line, who has
+    collective                        group's timeout                entered it and where the others are
 
-`Watch` is a context for what may fail (`with watch: ...`), `report_failure` a decorator for what
-autograd calls. Neither costs anything as long as nothing fails. An error that all ranks
-raise alike (a wrong batch) is everybody's own: nobody is stopped by it. Errors are kept by
-the number of the call of a model, so that one that was caught does not matter later.
+`Watch` is a context for code that may fail (`with watch: ...`), `report_failure` a decorator for
+functions called by autograd. Neither costs anything as long as nothing fails. An error that all ranks
+raise alike (a wrong batch) stops nobody else. Errors are stored by the number of the call of a
+model, so that one that was caught does not matter later.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from ..collectives.processes import machine_name, runs
 from . import flight_recorder
 from .hang_report import Inquiry
 
-BEAT = 1.0  # seconds between two signs of life
-SILENCE = 10.0  # seconds without one after which a rank counts as lost, once something has failed
-PATIENCE = 60.0  # seconds in one collective after which a rank asks whether all others live
+BEAT = 1.0  # seconds between two heartbeats
+SILENCE = 10.0  # seconds without a heartbeat after which a rank counts as lost, once something has failed
+PATIENCE = 60.0  # seconds in one collective after which a rank checks that all others are alive
 LATE = 600.0  # seconds that ranks may be apart when a model is compiled
-GRACE = 5.0  # seconds that a waiting thread gets to fail by itself, before its process is ended
+GRACE = 5.0  # seconds for a waiting thread to fail by itself before its process is ended
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,22 +72,22 @@ _WAITING_IN = (os.path.dirname(dist.__file__), _RUNTIME, os.path.join("torch", "
 
 
 class Watch(AbstractContextManager[None]):
-    """This rank's word to the others, and theirs to it."""
+    """Reports this rank's failures to the others, and reads theirs."""
 
     def __init__(self, group: dist.ProcessGroup, store: Any, rank: int, size: int) -> None:
         self.of = ref(group)
         self.rank, self.size = rank, size
-        self.call = 0  # how many times a model was called: the same on all ranks
-        self.failed = -1  # the call in which this rank raised an error of its own
+        self.call = 0  # number of model calls, equal on all ranks
+        self.failed = -1  # the call in which this rank raised its own error
         self._store = PrefixStore("shardwright/faults", store)
         self._others = [other for other in range(size) if other != rank]
-        self._who: dict[int, int | None] = {}  # process numbers of the ranks on this machine
+        self._who: dict[int, int | None] = {}  # process ids of the ranks on this machine
         self._thread_watched = threading.get_ident()
         self._notes = flight_recorder.begin()
         self._inquiry = Inquiry(self._store, rank, size, self._notes)
         limit = world.timeout_of(group)
         self._limit = LATE if limit is None else limit.total_seconds()
-        self._prints = world.here().device.type != "cpu"  # NCCL's own watch ends the process without a word of ours
+        self._prints = world.here().device.type != "cpu"  # NCCL's watchdog ends the process without our message
         self._ended = threading.Event()
         self._store.set(f"who/{rank}", f"{machine_name()} {os.getpid()}")
         self._store.set(f"beat/{rank}", "0 0")
@@ -97,7 +97,7 @@ class Watch(AbstractContextManager[None]):
         self._thread.start()
         atexit.register(self.end)
 
-    # -- the thread that works -----------------------------------------------------------
+    # -- the main thread ------------------------------------------------------------------
 
     def begin(self) -> None:
         """A call of a model begins."""
@@ -112,7 +112,7 @@ class Watch(AbstractContextManager[None]):
             self.tell(error)
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank; or, if it is theirs, raise what they said."""
+        """Report an error of this rank to the others; or, if it is secondary, raise the primary one."""
         if isinstance(error, RankError) or getattr(error, "reported", False):
             return
         error.reported = True  # type: ignore[attr-defined]
@@ -125,11 +125,11 @@ class Watch(AbstractContextManager[None]):
             raise RankError(failure) from error
 
     def publish(self, rank: int, text: str) -> None:
-        """Write down what went wrong in this call; the first to write is believed."""
+        """Store the failure of this call; the first one wins."""
         if self.failed != self.call or rank != self.rank:
             try:
                 self._store.compare_set(f"fault/{self.call}", "", json.dumps({"rank": rank, "text": text}))
-            except RuntimeError:  # the store is gone, and with it everybody who could read
+            except RuntimeError:  # the store is gone, so nobody can read it
                 return
 
     def find(self, wait: float = SILENCE + 3 * BEAT) -> str | None:
@@ -146,14 +146,14 @@ class Watch(AbstractContextManager[None]):
                     return None
                 time.sleep(0.1)
         except RuntimeError:
-            return "the store of the process group is gone: rank 0 or torchrun, whoever hosts it, was lost"
+            return "the store of the process group is gone: its host, rank 0 or torchrun, was lost"
 
     def agree(self, text: str, about: str = "") -> dict[int, str]:
-        """What every rank says about this call; without those that went on in it and say nothing.
+        """What every rank says about this call, without those that continued and say nothing.
 
-        A call that has several things to say says what each is about, since another rank may still be at the first.
+        A call with several topics names each, since another rank may still be at the first.
 
-        A collective would not do: a rank that has nothing to say would meet it with another one.
+        A collective would not do: a rank that has nothing to say would pair it with its next collective.
         """
         keys = [f"say/{self.call}/{about}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], text)
@@ -173,18 +173,18 @@ class Watch(AbstractContextManager[None]):
         return {rank: answer.decode() for rank, answer in enumerate(self._store.multi_get(keys))}
 
     def _expect(self, ranks: list[int], waited: float) -> None:
-        """Raise if it makes no sense to wait for these ranks any longer."""
+        """Raise if there is no point in waiting for these ranks any longer."""
         gone = self._gone()
         lost = self._reported() or (self._lost(gone) if gone else None)
         if lost is None and waited > min(LATE, self._limit):
-            lost = f"rank {', '.join(map(str, ranks))} did not come to call {self.call} within {waited:.0f} s"
+            lost = f"rank {', '.join(map(str, ranks))} did not reach call {self.call} within {waited:.0f} s"
             report = self._inquiry.ask(sys._getframe(1), waited, 3 * self._beat)
             lost += f"; {report}" if report else ""
         if lost is not None:
             raise RankError(lost)
 
     def _at(self, rank: int) -> int:
-        """The call in which another rank is, as far as it has said."""
+        """The call that another rank has last reported."""
         key = f"beat/{rank}"
         return int(self._store.get(key).split()[1]) if self._store.check([key]) else 0
 
@@ -196,7 +196,7 @@ class Watch(AbstractContextManager[None]):
         return None if fault["rank"] == self.rank else str(fault["text"])
 
     def _hung(self) -> str | None:
-        """What was found out about ranks that wait for each other."""
+        """The hang report, if there is one."""
         key = f"hang/{self.call}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
@@ -209,7 +209,7 @@ class Watch(AbstractContextManager[None]):
         return [rank for rank, number in self._who.items() if number is not None and not runs(number)]
 
     def _silent(self, beats: dict[int, tuple[bytes, float]]) -> list[int]:
-        """The ranks that gave no sign of life for long. `beats` is what was seen so far, and when."""
+        """The ranks without a recent heartbeat. `beats` are those seen so far, and when."""
         now = time.monotonic()
         keys = [f"beat/{rank}" for rank in self._others]
         if self._store.check(keys):
@@ -219,20 +219,20 @@ class Watch(AbstractContextManager[None]):
         return [rank for rank, (_, seen) in beats.items() if now - seen > max(SILENCE, 5 * self._beat)]
 
     def _lost(self, ranks: list[int]) -> str:
-        time.sleep(0.2)  # an error that was published just before the end is better than the news of the end
+        time.sleep(0.2)  # a published error is more useful than the news that the process is gone
         reported = self._reported()
         if reported is not None:
             return reported
         left = [rank for rank in ranks if self._store.check([f"left/{rank}"])]
         names = ", ".join(map(str, ranks))
-        message = f"rank {names} was lost: its process was killed or died, or its machine is gone"
+        message = f"rank {names} was lost: its process was killed or died, or its machine is down"
         if left == ranks:
             message = f"rank {names} has ended its script while rank {self.rank} is still at call {self.call}"
             message += "; all ranks must call the model the same number of times"
         self.publish(ranks[0], message)
         return message
 
-    # -- the thread that watches -----------------------------------------------------------
+    # -- the watch thread ------------------------------------------------------------------
 
     def _live(self) -> None:
         place: Any = None
@@ -257,7 +257,7 @@ class Watch(AbstractContextManager[None]):
                 return  # the store is gone: the run is over, or connections fail by themselves
 
     def _reason(self, waited: float, beats: dict[int, tuple[bytes, float]]) -> str | None:
-        """Why the watched thread, which has waited so long, will wait for ever."""
+        """Why the main thread, which has waited this long, will wait forever."""
         reported = self._reported()
         if reported is not None or waited < GRACE:
             return reported
@@ -269,7 +269,7 @@ class Watch(AbstractContextManager[None]):
         return self._hung() if waited > self._limit + GRACE else None
 
     def _inquire(self, waited: float) -> None:
-        """Find out why the ranks wait, shortly before the backend gives up: the error that it raises will say it."""
+        """Find out why the ranks wait, shortly before the backend times out: its error will include the report."""
         report = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
         if report is not None:
             self._store.set(f"hang/{self.call}", report)
@@ -283,19 +283,19 @@ class Watch(AbstractContextManager[None]):
                 sys.stderr.flush()
 
     def _waiting(self) -> Any:
-        """Where the watched thread waits for others, or None if it does something else."""
+        """Where the main thread waits for others, or None if it does something else."""
         frame = self._frame()
         if frame is None or not any(part in frame.f_code.co_filename for part in _WAITING_IN):
             return None
-        is_polling = frame.f_code.co_filename == shared_memory.__file__  # which goes in circles
+        is_polling = frame.f_code.co_filename == shared_memory.__file__  # which polls
         at = 0 if is_polling else frame.f_lasti
         return self.call, self._notes.total, id(frame), at
 
     def _frame(self) -> FrameType | None:
-        """Where the watched thread is, unless it traces.
+        """The frame of the main thread, unless it is tracing.
 
-        A frame that is held keeps alive what is in it, and torch copies a tensor that it has just made if somebody else
-        holds it: the trace knows nothing of the copy, and would take it for a tensor from outside.
+        Holding a frame keeps its locals alive, and torch copies a tensor it has just made if there is another reference
+        to it: the trace does not know the copy and would take it for a tensor from outside.
         """
         if torch.compiler.is_compiling():  # or exporting
             return None
@@ -305,7 +305,7 @@ class Watch(AbstractContextManager[None]):
         """End a process whose thread can't be woken."""
         frame = self._frame()
         where = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        text = f"{where}shardwright.errors.RankError: {reason} (rank {self.rank} waited for it and ends)\n"
+        text = f"{where}shardwright.errors.RankError: {reason} (rank {self.rank} waited for it and exits)\n"
         sys.stderr.write(text)
         sys.stderr.flush()
         os._exit(1)
@@ -313,7 +313,7 @@ class Watch(AbstractContextManager[None]):
     # -- the end ---------------------------------------------------------------------------
 
     def _uncaught(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-        """An error that nobody caught: tell it, or say whose it was, and go on as always."""
+        """An uncaught error: report it, or name the primary failure, then call the previous hook."""
         if isinstance(error, Exception):
             try:
                 self.tell(error)
@@ -340,7 +340,7 @@ _running: Watch | None = None  # of the newest default process group
 
 
 def watch() -> Watch | None:
-    """The watch of the running process group, started if it is new. None where there is nobody to watch."""
+    """The watch of the running process group, started if new. None if there are no other ranks."""
     global _running
     world_group = dist.group.WORLD if dist.is_initialized() else None
     if world_group is not None and _running is not None and _running.of() is world_group:
@@ -351,7 +351,7 @@ def watch() -> Watch | None:
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, TCPStore):  # fake groups and ranks that are threads
+    if not isinstance(inner, TCPStore):  # fake groups, and ranks as threads
         return None
     if _running is not None:
         _running.end()
@@ -360,7 +360,7 @@ def watch() -> Watch | None:
 
 
 def calling() -> AbstractContextManager[None]:
-    """The context of a call of a model: what fails in it is told, or named."""
+    """The context of a model call: failures in it are reported, or attributed to another rank."""
     running = watch()
     if running is None:
         return nullcontext()
@@ -369,7 +369,7 @@ def calling() -> AbstractContextManager[None]:
 
 
 def report_failure(function: Callable[P, T]) -> Callable[P, T]:
-    """For a function that communicates in backward or in a step: its errors are told, or named."""
+    """Decorator for a function that communicates in backward or in a step: as `calling`."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -384,14 +384,14 @@ def report_failure(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Whether an error is only what this rank sees of another's: a collective that broke."""
+    """Whether an error is only the consequence of another rank's: a broken collective."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS)
     )
 
 
 def _describe(error: BaseException) -> str:
-    """An error in a few lines: who, what, where."""
+    """An error in a few lines: rank, message, location."""
     frames = traceback.extract_tb(error.__traceback__)
     at = next((f for f in reversed(frames) if "site-packages" not in f.filename), None)
     where = f", at {at.filename}:{at.lineno} ({at.line})" if at is not None else ""

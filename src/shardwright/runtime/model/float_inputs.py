@@ -1,8 +1,8 @@
-"""Floats among the arguments of a call: constants at first, inputs from the second value on.
+"""Float arguments of a call: constants at first, inputs from the second value on.
 
-A program for every temperature or weight of a loss would be compiled again and again. So at the second value an
-argument is tried as a tensor without dims. If the graph is the same but for that (compile/scalars.py), it is an input
-from then on. If it is not, since the number decides something, it stays a constant with a program for each value.
+One program per temperature or loss weight would mean constant recompilation. So at the second value an argument
+is tried as a 0-dim tensor. If the graph is otherwise the same (compile/scalars.py), it is an input from then on. If
+not, since control flow depends on the number, it stays a constant with a program for each value.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class NotAnInput(CaptureError):
 
 
 class FloatInputs:
-    """Which floats are inputs, by the method, the structure of its arguments and the place among them."""
+    """Which floats are inputs, by method, structure of the arguments and position in them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._first: dict[tuple[str, str, int], str] = {}  # the value that it had first
-        self._inputs: dict[tuple[str, str, int], bool] = {}  # whether it is an input, once that was tried
+        self._first: dict[tuple[str, str, int], str] = {}  # its first value
+        self._inputs: dict[tuple[str, str, int], bool] = {}  # whether it is an input, once tried
 
     def lift(self, call: Arguments, method: str, dtype: torch.dtype | None) -> tuple[Arguments, Mapping[int, float]]:
-        """A call with tensors in the place of floats that are inputs or might be, and what those floats are."""
+        """A call with tensors instead of floats that are or may be inputs, and these floats."""
         leaves, spec = pytree.tree_flatten(call)
         floats: dict[int, float] = {}
         for index, leaf in enumerate(leaves):
@@ -54,7 +54,7 @@ class FloatInputs:
 
 
 def dtype_of_floats(tensors: Iterable[Tensor]) -> torch.dtype | None:
-    """The dtype for floats of a model: that of all its parameters, if numbers are exact enough in it."""
+    """The dtype for floats of a model: that of all its parameters, if it is precise enough."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     single = dtypes.pop() if len(dtypes) == 1 else None
     return single if single in (torch.float32, torch.float64) else None

@@ -1,11 +1,11 @@
-"""Settings as something that can be compared: by what they hold, or else by what they are.
+"""Settings in comparable form: by content, else by identity.
 
-    freeze       a number, a container or a config as a value that can be hashed
-    Contents     what is inside of some values, to be looked at quickly
+    freeze       a number, a container or a config as a hashable value
+    Contents     everything inside of some values, for a fast comparison
 
-A container is what it holds, an object (a config, a namespace) what its attributes and slots are, a tensor which one
-it is and how often it was written to, a small array of numpy its bytes. What is left (a function, a module, a handle)
-is the object that it is.
+A container is compared by its items, an object (a config, a namespace) by its attributes and slots, a tensor by
+identity and version, a small numpy array by its bytes. Everything else (a function, a module, a handle) is compared by
+identity.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor, nn
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no such attribute"})()
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_LARGEST = 20_000  # a container of more is data, not a setting
+_LARGEST = 20_000  # a larger container is data, not a setting
 _LARGEST_ARRAY = 1 << 16  # bytes of it
 _IDENTITY = (nn.Module, Tensor, type, type(sys), torch.dtype, torch.device)
 _RECORDS = frozenset({"types", "argparse", "collections", "enum"})  # of the standard library: its objects hold settings
 
 
 def freeze(value: Any, alive: dict[int, Any], seen: dict[int, int] | None = None) -> Hashable:
-    """A value as something that can be compared and hashed. `alive` keeps what is known by its id.
+    """A value in comparable, hashable form. `alive` keeps objects that are compared by id.
 
-    What is met again is known by when it was met first. What is very large is not looked into.
+    Repeated objects are referred to by first occurrence. Very large containers are not expanded.
     """
     kind = type(value)
     if kind in _VALUES:
@@ -74,12 +74,12 @@ def inner_of(value: Any) -> list[Any]:
 
 
 def is_record(value: Any) -> bool:
-    """Whether something is an object that is no more than its attributes, such as a config."""
+    """Whether an object is only its attributes, such as a config."""
     if isinstance(value, _IDENTITY) or not (hasattr(value, "__dict__") or slots_of(value)):
         return False
     kind = type(value)
     package = kind.__module__.partition(".")[0]
-    if callable(value):  # an activation with a setting, but no function, no kernel and nothing of a library
+    if callable(value):  # an activation object with settings, but no function, kernel or library object
         return package not in ("torch", "triton", "builtins") and package not in sys.stdlib_module_names
     return package not in sys.stdlib_module_names or package in _RECORDS
 
@@ -98,7 +98,7 @@ def is_small_array(value: Any) -> bool:
 
 
 class Contents:
-    """All that is inside of some values and can be changed in place, as it was when this was made."""
+    """A snapshot of everything mutable inside of some values."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._looks: list[tuple[Callable[[], list[Any]], list[Any]]] = []
@@ -119,7 +119,7 @@ class Contents:
         )
 
     def _add(self, value: Any) -> list[Any]:
-        """Look at a value; returns what is in it."""
+        """Record a value; returns its items."""
         if isinstance(value, Tensor):
             self._look(lambda: [value._version])
         elif isinstance(value, ContextVar):

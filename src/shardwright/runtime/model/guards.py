@@ -1,14 +1,14 @@
-"""What a program holds as constants, looked at before each call.
+"""Guards: a program's constants, checked before each call.
 
-A program is made for the values that a forward read: `self.scale`, the `p` of a dropout, a number in
-`self.config`, a global, a class attribute, the default dtype. They are remembered here, and what differs from the
+A program is compiled for the values that forward read: `self.scale`, the `p` of a dropout, a number in
+`self.config`, a global, a class attribute, the default dtype. They are recorded here, and what differs from the
 first time is part of the key of a program (`state`): a new value compiles a new program, and an old one finds its
 program again.
 
     watch      these attributes were read, and these variables may have been
-    state      what of them has changed; () as long as nothing has
+    state      which of them have changed; () as long as none has
 
-Structure (submodules, parameters, hooks) is pinned instead, and refuses to be changed (pinned.py).
+Structure (submodules, parameters, hooks) is pinned instead and can't be changed (pinned.py).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Hop = tuple[Callable[[Any, Any], Any], Any]
 """Something with a `get(key, default)`, and the key."""
 
 MANY = 8
-"""So many programs that differ in one value are worth a warning."""
+"""Warn from this number of programs that differ in one value."""
 
 State = tuple[tuple[str, str, Hashable], ...]
 Carry = Callable[[str, str, Any], None]
-"""Takes a changed attribute (the path of its module, its name, its value or ABSENT) to where programs are made."""
+"""Passes a changed attribute (module path, name, value or ABSENT) to the compiler."""
 
 
 class Watchable(Protocol):
@@ -53,7 +53,7 @@ class Watchable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchSetting:
-    """A setting of torch that decides what ops make."""
+    """A global torch setting that affects results."""
 
     name: str
     ask: Callable[[], Any]
@@ -68,7 +68,7 @@ class TorchSetting:
 
 
 def settings_of(device: str) -> list[TorchSetting]:
-    """What the dtypes of a program's values depend on."""
+    """The torch settings that a program's dtypes depend on."""
 
     def autocast() -> torch.dtype | None:
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -78,30 +78,30 @@ def settings_of(device: str) -> list[TorchSetting]:
 
 @dataclass(slots=True)
 class _Watched:
-    path: str | None  # of the module whose attribute it is, if it is one
+    path: str | None  # of the module, if it is an attribute
     name: str
     look: Callable[[], tuple[Any, list[Hop]]]
-    known: Hashable  # what it was at the last look
-    first: Hashable  # what it was when it was first read
+    known: Hashable  # its value at the last check
+    first: Hashable  # its value when first read
 
 
 class AttributeGuard:
-    """The attributes of a model's modules, as the user sees and changes them, and the variables that its code reads."""
+    """Guards the attributes of a model's modules, and the variables that its code reads."""
 
     def __init__(self, modules: dict[str, nn.Module], carry: Carry | None) -> None:
         self._modules, self._carry = modules, carry
         self._watched: dict[Hashable, _Watched] = {}
         self._ignored: set[Hashable] = set()
         self._places: list[Hop] = []
-        self._last: list[Any] = []  # what was there at the last look
+        self._last: list[Any] = []  # the objects at the last check
         self._contents = Contents(())
-        self._alive: dict[int, Any] = {}  # so that no id is given twice
+        self._alive: dict[int, Any] = {}  # so that no id is reused
         self._state: State = ()
         self._attributes = {path: dict(vars(module)) for path, module in modules.items()}
         self.watch((path, "forward") for path in modules if path)
 
     def watch(self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = ()) -> None:
-        """From now on look at these too. A program was just made for what they are."""
+        """Guard these too. A program was just compiled for their values."""
         for path, name in sorted(self._expanded(reads)):
             self._add((path, name), path, name, _look_at(vars(self._modules[path]), name))
         for variable in variables:
@@ -114,7 +114,7 @@ class AttributeGuard:
             self._watched[key] = _Watched(path, name, look, first, first)
 
     def catch_up(self) -> None:
-        """Carry over what has changed of all attributes, whether a program has read them or not."""
+        """Pass on all changed attributes, whether a program has read them or not."""
         for path, module in self._modules.items():
             now, before = vars(module), self._attributes[path]
             for name in {**before, **now}:
@@ -124,13 +124,13 @@ class AttributeGuard:
             self._attributes[path] = dict(now)
 
     def forget(self, path: str, name: str) -> None:
-        """Look at an attribute no longer, since someone else looks after it."""
+        """Stop guarding an attribute that something else handles."""
         self._ignored.add((path, name))
         if self._watched.pop((path, name), None) is not None:
             self._remember()
 
     def state(self) -> State:
-        """What differs from when it was first read. What the user has changed since the last look is carried over."""
+        """What differs from the first read. Changes since the last check are passed on."""
         now = [get(name, ABSENT) for get, name in self._places]
         if all(map(operator.is_, now, self._last)) and self._contents.same():
             return self._state
@@ -147,7 +147,7 @@ class AttributeGuard:
     def _change(self, path: str, name: str, value: Any) -> None:
         if name == "forward" and path:
             raise InputError(
-                f"the forward of {path} was replaced after the model was parallelized, which its programs don't see; "
+                f"the forward of {path} was replaced after the model was parallelized, which its programs ignore; "
                 "replace it before sw.parallelize"
             )
         if name != "forward" and self._carry is not None:
@@ -163,7 +163,7 @@ class AttributeGuard:
         self._state = tuple((watched.path or "", watched.name, watched.known) for watched in changed)
 
     def _expanded(self, reads: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Names in the place of ALL, and nothing that is a submodule, a parameter or a buffer."""
+        """Names instead of ALL, without submodules, parameters and buffers."""
         expanded: set[tuple[str, str]] = set()
         for path, name in reads:
             module = self._modules.get(path)
@@ -182,15 +182,15 @@ def _look_at(attributes: dict[str, Any], name: str) -> Callable[[], tuple[Any, l
 
 
 def _identity(get: Callable[..., Any]) -> int:
-    """Which dict something reads; a method of one is another object each time."""
+    """Which dict a getter reads; a bound method is a new object each time."""
     owner = getattr(get, "__self__", None)
     return id(get) if owner is None else id(owner)
 
 
 def warn_of_many(keys: Iterable[Any], key: Any) -> None:
-    """Say so once where one number after the other compiles a program of its own.
+    """Warn once if every new value of a number compiles a new program.
 
-    A key is ((method, modes, state), the structure of the arguments, what each of them is, ...): see
+    A key is ((method, modes, state), the structure of the arguments, a description of each, ...): see
     `ModelView.constants` and `ParallelModel._entry`.
     """
     (method, modes, state), spec, leaves, *rest = key
@@ -213,11 +213,11 @@ def warn_of_many(keys: Iterable[Any], key: Any) -> None:
 
 
 def why_new(keys: Iterable[Any], key: Any) -> str:
-    """In which way a call is unlike all before: the first of these that holds."""
+    """Why a call needs a new program: the first reason that applies."""
     known = [(*constants, *rest) for constants, *rest in keys]
     (method, modes, state), spec, leaves, *_ = key
     if method not in {other[0] for other in known}:
-        return f"it is the first of {method or 'forward'}"
+        return f"it is the first call of {method or 'forward'}"
     known = [other for other in known if other[0] == method]
     if spec not in {other[3] for other in known}:
         return "it passes other arguments, by their names or nesting"
@@ -228,13 +228,13 @@ def why_new(keys: Iterable[Any], key: Any) -> str:
         return "other modules are in train or eval mode"
     if state not in {other[2] for other in known}:
         names = sorted({f"{path}.{name}".lstrip(".") for path, name, _ in state})
-        return f"{', '.join(names) or 'what the forward reads'} was changed"
+        return f"{', '.join(names) or 'a value that forward reads'} was changed"
     return "it passes other values"
 
 
 def _warn(what: str, remedy: str) -> None:
     warnings.warn(
-        f"{MANY} programs were compiled for values {what}: each value is a constant of a program of its own; {remedy}",
+        f"{MANY} programs were compiled for values {what}: each value is a constant of a new program; {remedy}",
         UserWarning,
         stacklevel=3,
     )

@@ -1,13 +1,13 @@
-"""What is passed to a compiled model, and what that means: the three input modes.
+"""The arguments of a compiled model, and their meaning: the three input modes.
 
     mode          every rank passes                    the program starts from
     -----------   ----------------------------------   -----------------------------
     global        the global batch                     the global batch
     per_replica   the samples of its replica           those samples
-    per_rank      samples of its own                   the samples of all ranks, gathered
+    per_rank      its own samples                      the samples of all ranks, gathered
 
-An input without a batch dim (a mask, a table) is the same on all ranks in every mode. Whether a call keeps to its
-mode is looked at in every call, see `faults/input_comparison.py`.
+An input without a batch dim (a mask, a table) is the same on all ranks in every mode. Every call is checked, see
+`faults/input_comparison.py`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Mode = Literal["global", "per_replica", "per_rank"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, range, type(None))
-"""What looks the same on all ranks if it is the same: an object shows its address, and a device its number."""
+"""Types whose repr is equal on all ranks: that of other objects has an address, that of a device its index."""
 
 
 class CallInputs:
-    """The arguments of calls by their paths, and which of them have the batch as their dim 0.
+    """The arguments of calls by path, and which of them have a batch dim.
 
-    Where ranks pass samples of their own, what sizes told once is remembered: a last batch of 5 samples must not turn
+    If ranks pass their own samples, the first decision is remembered: a last batch of 5 samples must not turn
     a mask [5, 5] into samples.
     """
 
@@ -50,16 +50,16 @@ class CallInputs:
         unbatched: Sequence[str] | None = None,
         computed: bool = False,
     ) -> None:
-        """`computed`: they come from other modules and not from the data, so that their last bits may differ."""
+        """`computed`: inputs come from other modules, not from the data, so their last bits may differ."""
         if isinstance(unbatched, str):
-            raise InputError(f"unbatched={unbatched!r} is a list of names of inputs: unbatched=[{unbatched!r}]")
+            raise InputError(f"unbatched={unbatched!r} must be a list of names of inputs: unbatched=[{unbatched!r}]")
         self.paths, self.computed = paths, computed
         self.unbatched = None if unbatched is None else tuple(unbatched)
         self._known: dict[str, bool] = {}
         self._gathered: dict[Any, BatchDim] = {}
 
     def batch_dim(self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, *, needed: bool) -> BatchDim:
-        """The batch dim of a call, for each leaf of its arguments. `needed`: what can't be known is refused."""
+        """The batch dim of a call, for each leaf of its arguments. `needed`: refuse what is ambiguous."""
         inputs = [
             (path, tuple(leaf.shape) if isinstance(leaf, Tensor) else ())
             for path, leaf in zip(self.paths(args, kwargs), pytree.tree_leaves((args, kwargs)), strict=True)
@@ -73,7 +73,7 @@ class CallInputs:
         return batch
 
     def check_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse sequences that are packed or nested; sparse tensors are looked at where they would be split."""
+        """Refuse packed and nested sequences; sparse tensors are checked where they would be sharded."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
         kinds = [_packed_or_nested(leaf) for leaf in leaves]
         if any(kinds):
@@ -83,7 +83,7 @@ class CallInputs:
             raise_all(InputError, "a parallelized model takes plain tensors:", faults)
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """How many samples a call passes, if that is known."""
+        """The number of samples of a call, if known."""
         return self.batch_dim(args, kwargs, "global", needed=False).size
 
     def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -91,7 +91,7 @@ class CallInputs:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = str(spec), tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
         if key not in self._gathered:
-            self.check(args, kwargs, "per_replica")  # before the gather: unequal samples would not meet
+            self.check(args, kwargs, "per_replica")  # before the gather: unequal shapes would hang
             self._gathered[key] = self.batch_dim(args, kwargs, "per_rank", needed=True)
         batched = self._gathered[key].batched
         gathered = [_gather_samples(leaf) if has else leaf for leaf, has in zip(leaves, batched, strict=True)]
@@ -99,7 +99,7 @@ class CallInputs:
         return arguments
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], about: str = "", why: str = "") -> None:
-        """All ranks must pass the same shapes and the same plain values. Called for a call that is new to this rank."""
+        """All ranks must pass the same shapes and the same plain values. Called for a call that is new on this rank."""
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return
         leaves = dict(zip(self.paths(args, kwargs), pytree.tree_leaves((args, kwargs)), strict=True))
@@ -112,10 +112,10 @@ class CallInputs:
             return
         if not every[other]:
             raise InputError(
-                f"rank {rank} calls the model with {shapes} in a way that is new to it ({why or 'other shapes'}), and "
-                f"rank {other} in a way that it has called it before: the ranks pass inputs of different shapes, or "
+                f"rank {rank} calls the model with {shapes} for the first time ({why or 'other shapes'}), but "
+                f"rank {other} as in an earlier call: the ranks pass inputs of different shapes, or "
                 "differ in a mode, an attribute or an argument; do the same on all ranks, with a smaller last batch "
-                "too, or drop it (drop_last=True), and call the model on all ranks (an evaluation on rank 0 alone "
+                "too, or drop it (drop_last=True), and call the model on all ranks (an evaluation on rank 0 only "
                 "waits for the others)"
             )
         theirs = json.loads(every[other])
@@ -135,7 +135,7 @@ class CallInputs:
 
 
 def _exchanged(mine: str, about: str) -> dict[int, str]:
-    """What every rank says about this call; nothing where a rank went on, since the call is not new to it."""
+    """What every rank says about this call; without ranks that continued, since the call is not new to them."""
     watched = watch()
     if watched is not None:
         answers = watched.agree(mine, about)
@@ -154,9 +154,9 @@ def digest(tensors: Sequence[Tensor]) -> int:
 
 
 def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], passed: Sequence[torch.dtype]) -> None:
-    """A call must pass the dtypes it was compiled for: another one is a slip in the data far more often than a wish."""
+    """A call must pass the dtypes it was compiled for: another one is mostly a mistake in the data."""
     faults = [
-        f"{name} is {_short(now)}, and the model was compiled for {_short(then)}; pass {name}.to({then})"
+        f"{name} is {_short(now)}, but the model was compiled for {_short(then)}; pass {name}.to({then})"
         for name, then, now in zip(names, known, passed, strict=True)
         if then != now
     ]
@@ -164,7 +164,7 @@ def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], passed: Seq
 
 
 def _packed_or_nested(leaf: Any) -> str:
-    """What an argument is, and what to pass instead; nothing if it is a plain tensor, or none."""
+    """The unsupported kind of an argument, and what to pass instead; empty if it is a plain tensor, or none."""
     if isinstance(leaf, PackedSequence):
         return "a PackedSequence; pass the padded tensor and the lengths"
     return "nested; pass tensor.to_padded_tensor(0.0)" if isinstance(leaf, Tensor) and leaf.is_nested else ""
@@ -182,6 +182,6 @@ def _gather_samples(tensor: Tensor) -> Tensor:
     plain = tensor.detach().contiguous()
     sent = plain.view(torch.uint8) if plain.dtype == torch.bool else plain
     every = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-    flight_recorder.enter("all_gather", None, "the rows of every rank")
+    flight_recorder.enter("all_gather", None, "the samples of every rank")
     process_group.all_gather(every, sent, None).wait()
     return every.view(plain.dtype) if plain.dtype == torch.bool else every

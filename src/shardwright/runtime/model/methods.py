@@ -3,12 +3,12 @@
     self(...)                    a method that calls the model itself (`generate`) is ordinary Python: each call of
                                  the model in it is a call of the compiled one
     self.encoder(x), self.w @ x  a method that calls a submodule or computes with a parameter (`encode`, `loss`) is
-                                 compiled, as a program of its own, with its arguments as inputs
+                                 compiled to its own program, with its arguments as inputs
     neither                      (`set_temperature`, `configure_optimizers`) is ordinary Python too
 
-So a method starts as Python, with the modules that hold the pieces as `self`. At the first submodule that it calls, or
-parameter that it computes with, it is given up and compiled. If it has called the model by then, that is too late, and
-is refused: pieces would be taken for the whole.
+So a method starts as Python, with the modules that hold the shards as `self`. At the first submodule that it calls, or
+parameter that it computes with, Python is abandoned and the method is compiled. If it has called the model by then, it
+is refused: it would take shards for full parameters.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from shardwright.errors import CaptureError, InputError
 
 from ..parameters.sharded import ShardedParameter
 
-SAVING = "shardwright.checkpoint.save_weights(path, model) writes the whole model in the format of Hugging Face"
+SAVING = "shardwright.checkpoint.save_weights(path, model) writes the full model in the Hugging Face format"
 REFUSED = {
-    "save_pretrained": f"it would save the pieces of one rank; {SAVING}",
-    "push_to_hub": f"it would upload the pieces of one rank; {SAVING}",
-    "resize_token_embeddings": "programs are made for the parameters that were there; do it before sw.parallelize",
+    "save_pretrained": f"it would save the shards of one rank; {SAVING}",
+    "push_to_hub": f"it would upload the shards of one rank; {SAVING}",
+    "resize_token_embeddings": "programs are compiled for the existing parameters; do it before sw.parallelize",
 }
-"""Methods that are known to do something else on pieces, and what to do instead."""
+"""Methods that are known to go wrong on shards, and what to do instead."""
 
-_SHAPE = frozenset({"numel", "nelement", "size", "shape", "__len__"})  # answered for the whole parameter
+_SHAPE = frozenset({"numel", "nelement", "size", "shape", "__len__"})  # answered for the global parameter
 _NEW = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
 _ABOUT = frozenset(
     "dim ndimension ndim dtype device layout requires_grad requires_grad_ grad is_leaf retains_grad grad_fn is_meta "
@@ -45,7 +45,7 @@ _ABOUT = frozenset(
     "__repr__ __format__ register_hook register_post_accumulate_grad_hook _version _backward_hooks names is_quantized "
     "is_shared is_inference itemsize is_nested is_signed".split()
 )
-"""What can be asked of a parameter, or done to it, without its values."""
+"""Attributes and methods of a parameter that don't need its values."""
 
 
 class MethodHost(Protocol):
@@ -64,7 +64,7 @@ class MethodHost(Protocol):
 
 
 class NeedsProgram(Exception):
-    """A method can't go on as Python."""
+    """A method can't continue as Python."""
 
 
 def method_of(model: Any, name: str, method: MethodType) -> Callable[..., Any]:
@@ -84,14 +84,14 @@ def method_of(model: Any, name: str, method: MethodType) -> Callable[..., Any]:
             except (AttributeError, TypeError) as error:
                 if not _misses_a_stage(model, error):
                     raise
-                programs.add(name)  # of a pipeline: a program has what other stages hold
+                programs.add(name)  # in a pipeline a program has the parameters of other stages
         try:
             return model.run_method(name, args, kwargs)
         except CaptureError as error:
             raise CaptureError(
                 f"{type(model.root).__name__}.{name} can't be called on a parallelized model: it uses submodules or "
-                f"parameters, so that it has to be a program of its own, and\n{error}\nCall the model itself in it "
-                "(self(...)) instead of its submodules, or call it on a whole model on one device that has loaded "
+                f"parameters, so it has to be compiled, and\n{error}\nCall the model itself in it (self(...)) "
+                "instead of its submodules, or call it on an uncompiled model on one device that has loaded "
                 "model.full_state_dict()",
                 error.path,
             ) from error
@@ -100,16 +100,16 @@ def method_of(model: Any, name: str, method: MethodType) -> Callable[..., Any]:
 
 
 def property_of(model: Any, name: str) -> Any:
-    """A property of the user's model, for the compiled one: sizes are those of whole parameters."""
+    """A property of the user's model, for the compiled one: sizes are those of global parameters."""
     what = f"the property {name} of {type(model.root).__name__}"
-    remedy = "make it a method, which is compiled, or ask for it before sw.parallelize"
+    remedy = "make it a method, which is compiled, or read it before sw.parallelize"
     try:
         with as_python(model, name):
             value = getattr(model.root, name)
     except NeedsProgram:
-        fault = f"{what} computes with submodules or parameters, of which ranks hold pieces; {remedy}"
+        fault = f"{what} computes with submodules or parameters, of which ranks hold shards; {remedy}"
         raise InputError(fault) from None
-    except (AttributeError, TypeError) as error:  # of which nn.Module tells only that there is no such attribute
+    except (AttributeError, TypeError) as error:  # nn.Module only says that there is no such attribute
         if not model._holding.pp_ranks:
             raise
         raise InputError(f"{what} reads a parameter that another stage of the pipeline holds; {remedy}") from error
@@ -117,13 +117,13 @@ def property_of(model: Any, name: str) -> Any:
 
 
 def _misses_a_stage(model: Any, error: Exception) -> bool:
-    """Whether Python has stumbled over a parameter that this rank of a pipeline has as None."""
+    """Whether an error comes from a parameter that is None on this rank of a pipeline."""
     holding = model._holding
     return "NoneType" in str(error) and holding is not None and bool(holding.pp_ranks)
 
 
 class MethodMode(TorchFunctionMode):
-    """Within this a method runs as Python, and is stopped where it would compute with pieces."""
+    """Within this context a method runs as Python, and is stopped where it would compute with shards."""
 
     def __init__(self, model: MethodHost, root: nn.Module, name: str) -> None:
         super().__init__()
@@ -133,14 +133,14 @@ class MethodMode(TorchFunctionMode):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Within this, a call of the user's model is a call of the compiled one."""
+        """Within this context, a call of the user's model is a call of the compiled one."""
         own = vars(self._root).get("forward")
 
-        @functools.wraps(MethodType(type(self._root).forward, self._root))  # whose signature some ask for
+        @functools.wraps(MethodType(type(self._root).forward, self._root))  # keeps the signature of forward
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._called = True
             self._model.training = self._root.training  # the method may have called self.eval()
-            _put_back(self._root, own)  # the original may be compiled now, as it is
+            _put_back(self._root, own)  # the original may be compiled now, unpatched
             try:
                 with _pop_mode_temporarily(), _outside():
                     return self._model(*args, **kwargs)
@@ -160,8 +160,8 @@ class MethodMode(TorchFunctionMode):
         if not self._called:
             raise NeedsProgram
         raise InputError(
-            f"{type(self._root).__name__}.{self._name} {what} after it has called the model, and a parallelized "
-            "model holds pieces; do both in forward, do this before the model is called, or in a method of its own"
+            f"{type(self._root).__name__}.{self._name} {what} after it has called the model, but a parallelized "
+            "model holds shards; do both in forward, do this before the model is called, or in a separate method"
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +179,7 @@ class MethodMode(TorchFunctionMode):
 
 
 def _name_of(func: Any) -> str:
-    """What is called: the name of a function, or of an attribute that is read or set."""
+    """The name of the called function, or of the attribute that is read or set."""
     name = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
@@ -198,13 +198,13 @@ _RUNNING: ContextVar[MethodMode | None] = ContextVar("shardwright_method", defau
 
 
 def running() -> MethodMode | None:
-    """The method that runs as Python in this thread."""
+    """The method that is running as Python in this thread."""
     return _RUNNING.get()
 
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """Within this no method runs: the compiled model does."""
+    """Within this context no method runs: the compiled model does."""
     token = _RUNNING.set(None)
     try:
         yield
@@ -214,7 +214,7 @@ def _outside() -> Iterator[None]:
 
 @contextmanager
 def as_python(model: Any, name: str) -> Iterator[None]:
-    """Within this a method of the user's model runs as Python."""
+    """Within this context a method of the user's model runs as Python."""
     mode = MethodMode(model, model.root, name)
     token = _RUNNING.set(mode)
     try:

@@ -1,7 +1,7 @@
-"""The submodules, parameters, buffers and hooks of a compiled model: what its programs were made of.
+"""The submodules, parameters, buffers and hooks of a compiled model: fixed in its programs.
 
-They can't be changed under a program. Changing one is refused where it happens, with the way out, instead of
-being ignored. A buffer may be assigned, as long as it stays the same kind of tensor: its values are taken over.
+They can't be changed under a program. Changing one is refused at once, with a remedy, instead of being ignored. A
+buffer may be assigned as long as shape and dtype stay: its values are copied.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardwright.errors import InputError
 from ..parameters.other_stages import HeldElsewhere, expect_all, expect_here
 
 REMEDY = "change the model before sw.parallelize"
-ADDED = "_shardwright_hooked"  # of the whole model: the dicts of hooks that were added to
+ADDED = "_shardwright_hooked"  # of the root module: the dicts of hooks that were added to
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Pinned(dict[str, Any]):
-    """A dict of a module's parts that refuses to be changed."""
+    """A dict of a module's submodules, parameters or buffers that refuses changes."""
 
     def __init__(self, what: str, path: str, parts: dict[str, Any], absent: frozenset[str] | None = None) -> None:
         super().__init__(parts)
@@ -32,21 +32,21 @@ class Pinned(dict[str, Any]):
         self.elsewhere = {name: f"{path}.{name}" if path else name for name in gone}
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.elsewhere:  # where modules look up an attribute; who goes through all of them finds None
+        if name in self.elsewhere:  # attribute lookup finds it; iteration finds None
             return HeldElsewhere(self.elsewhere[name])
         return super().__getitem__(name)
 
     def put(self, name: str, value: Any) -> None:
-        """Put something in all the same: whoever does knows that no program reads it."""
+        """Set an item nevertheless: the caller knows that no program reads it."""
         super().__setitem__(name, value)
 
     def _refuse(self, name: str, done: str) -> NoReturn:
         key = f"{self._path}.{name}" if self._path else name
         how = ", or load values with load_state_dict" if self._what == "parameter" else ""
         if done == "replaced" and how:
-            how += "; wrappers such as fully_shard or accelerator.prepare can't be put around a compiled model"
+            how += "; wrappers such as fully_shard or accelerator.prepare can't wrap a compiled model"
         raise InputError(
-            f"the {self._what} {key} can't be {done} in a model that is parallelized: its programs were made of what "
+            f"the {self._what} {key} can't be {done} in a parallelized model: its programs were compiled for what "
             f"was there; {REMEDY}{how}"
         )
 
@@ -85,7 +85,7 @@ class Pinned(dict[str, Any]):
 
 
 class PinnedBuffers(Pinned):
-    """Buffers, whose values may be assigned. `absent` are those that the model has as None."""
+    """Buffers, whose values may be assigned. `absent` are those that are None in the original."""
 
     def __init__(self, path: str, parts: dict[str, Any], absent: frozenset[str]) -> None:
         super().__init__("buffer", path, parts, absent)
@@ -96,18 +96,18 @@ class PinnedBuffers(Pinned):
         known = self.get(name)
         if isinstance(known, Tensor) and isinstance(value, Tensor):
             if (known.shape, known.dtype) != (value.shape, value.dtype):
-                self._refuse(name, f"replaced by one of shape {tuple(value.shape)} and {value.dtype}")
+                self._refuse(name, f"replaced by a tensor of shape {tuple(value.shape)} and {value.dtype}")
             if value is not known:
                 known.copy_(value)
         elif known is not None or name not in self or name in self._absent:
             super().__setitem__(name, value)
-        # else another rank of the pipeline has it, and takes it there
+        # else another rank of the pipeline has it, and sets it there
 
 
 class PinnedHooks(OrderedDict[int, Any]):
-    """The hooks of a module in a compiled model: none of them is called. `added` has the dicts that got one.
+    """The hooks of a module in a compiled model: none of them is called. `added` lists the dicts that got one.
 
-    A hook that is removed before the next call (those of a summary) does no harm, so that the call refuses it.
+    A hook that is removed before the next call (as a model summary does) is harmless, so only the call refuses it.
     """
 
     def __init__(self, path: str, kind: str, added: list[PinnedHooks]) -> None:
@@ -119,14 +119,14 @@ class PinnedHooks(OrderedDict[int, Any]):
         self._added.append(self)
 
     def check(self, harmless: tuple[str, ...]) -> None:
-        """Refuse a call while there is a hook, but for those of packages that only look on."""
+        """Refuse a call while there is a hook, except those of packages that only observe."""
         for hook in self.values():
             if (getattr(hook, "__module__", None) or "").startswith(harmless):
                 continue
             raise InputError(
-                f"{getattr(hook, '__qualname__', hook)} was added as a {self._kind} of {self._path}, and a model that "
-                "is parallelized never calls it: its program has the ops of submodules, not their calls; "
-                f"{REMEDY}, return what it looks at from the forward, or leave the submodule out with parts=[...]"
+                f"{getattr(hook, '__qualname__', hook)} was added as a {self._kind} of {self._path}; a parallelized "
+                "model never calls it: its program has the ops of submodules, not their calls; "
+                f"{REMEDY}, return what it observes from forward, or leave the submodule out with parts=[...]"
             )
 
     def __reduce__(self) -> Any:
@@ -134,12 +134,12 @@ class PinnedHooks(OrderedDict[int, Any]):
 
 
 def pin(module: nn.Module, path: str, absent: frozenset[str], added: list[PinnedHooks]) -> None:
-    """Pin what a module has. `absent` are the parameters and buffers that are None in the original."""
+    """Pin the contents of a module. `absent` are the parameters and buffers that are None in the original."""
     slots: Any = vars(module)
     slots["_parameters"] = Pinned("parameter", path, module._parameters, absent)
     slots["_modules"] = Pinned("submodule", path, module._modules)
     slots["_buffers"] = PinnedBuffers(path, module._buffers, absent)
-    for name in HOOKS if path else ():  # those of the whole model run around its call
+    for name in HOOKS if path else ():  # hooks of the root module run around its call
         slots[name] = PinnedHooks(path, name.strip("_").removesuffix("s").replace("_", " "), added)
     if path:
         module.register_state_dict_pre_hook(expect_all)  # type: ignore[no-untyped-call]
@@ -147,21 +147,21 @@ def pin(module: nn.Module, path: str, absent: frozenset[str], added: list[Pinned
 
 
 def check_global_hooks(harmless: tuple[str, ...]) -> None:
-    """Refuse a call while there is a hook of all modules, but for those of packages that only look on."""
+    """Refuse a call while there is a global module hook, except those of packages that only observe."""
     for name in HOOKS:
         for hook in getattr(of_all, f"_global{name}").values():
             where = str(getattr(hook, "__module__", None) or type(hook).__module__)
             if not where.startswith(("torch.", "shardwright.", *harmless)):
                 kind = name.strip("_").removesuffix("s").replace("_", " ")
                 raise InputError(
-                    f"{getattr(hook, '__qualname__', hook)} was added as a {kind} of all modules, and submodules of a "
-                    "model that is parallelized are never called: its program has their ops; remove it "
-                    "(handle.remove()) before the call, or return what it looks at from the forward"
+                    f"{getattr(hook, '__qualname__', hook)} was added as a {kind} of all modules, but submodules of a "
+                    "parallelized model are never called: its program has their ops; remove it "
+                    "(handle.remove()) before the call, or return what it observes from forward"
                 )
 
 
 def check_hooks(module: nn.Module, harmless: tuple[str, ...]) -> None:
-    """Refuse a call of a compiled model of which a submodule got a hook."""
+    """Refuse a call of a compiled model with a hook on a submodule."""
     added: list[PinnedHooks] = vars(module).get(ADDED, [])
     for hooks in added:
         hooks.check(harmless)

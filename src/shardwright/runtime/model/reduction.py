@@ -1,12 +1,12 @@
-"""How the losses of data-parallel groups become one, where each group computes its own outside of the model.
+"""How gradients of data-parallel replicas are combined if each computes its own loss outside of the model.
 
-With inputs="per_replica" a group sees the outputs of its rows, and its loss is about those. The gradient of the step is
+With inputs="per_replica" a replica's loss is about its own samples. The gradient of the step is
 
-    mean     the mean of the groups' gradients, as DDP has it
+    mean     the mean of the replicas' gradients, as in DDP
     sum      their sum
-    token    the mean over all labels that count: groups weigh by how many they have, which they say (`counted`)
+    token    the mean over all labels that are not ignored: each replica passes its number of them (`counted`)
 
-A loss that the model computes itself is the mean over the whole batch already, and none of this touches it.
+A loss that the model computes itself is the mean over the global batch already, and is not affected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def reduction_fault(kind: str) -> str:
 
 
 class Reduction:
-    """One kind, and with "token" the weight of this group in the next backward."""
+    """One kind, and with "token" the weight of this replica in the next backward."""
 
     def __init__(self, kind: LossReduction = "mean") -> None:
         if fault := reduction_fault(kind):
@@ -39,7 +39,7 @@ class Reduction:
         self._weight: Tensor | None = None
 
     def weigh(self, output: Tensor, groups: int) -> Tensor:
-        """An output of one of several groups, whose gradient has its weight."""
+        """An output of one of several replicas, with weighted gradient."""
         if not output.requires_grad:
             return output
         if self.kind == "mean":
@@ -50,20 +50,20 @@ class Reduction:
 
     def set(self, own: int | Tensor, all: Tensor) -> None:
         if self.kind != "token":
-            raise InputError(f'labels are counted with reduction="token", and this is reduction="{self.kind}"')
+            raise InputError(f'counting labels needs reduction="token", but this is reduction="{self.kind}"')
         self._weight = torch.as_tensor(own, dtype=all.dtype, device=all.device) / all.clamp(min=1)
 
     def _counted(self) -> Tensor:
         if self._weight is None:
             raise InputError(
-                'with reduction="token" say how many labels of this group count before backward: '
+                'with reduction="token" pass the number of labels of this replica before backward: '
                 "model.counted((labels != -100).sum())"
             )
         return self._weight
 
 
 def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], device: torch.device) -> Tensor:
-    """The sum of a number over data-parallel groups. All ranks must call it."""
+    """The sum of a number over data-parallel replicas. All ranks must call it."""
     summed = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     for axis in axes:
         summed = comm.all_reduce_no_grad(summed, groups[axis])

@@ -1,4 +1,4 @@
-"""A program that is ready to run, and what a rank holds for all programs."""
+"""A specialization that is ready to run, and the state of a rank shared by all of them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Specialization:
-    """A program that is ready to run, with the way in and out: a stage, or a pipeline of several."""
+    """A program that is ready to run, with its inputs and outputs: without stages, or a pipeline."""
 
     path: Path
     flatten: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
     unflatten: Callable[[Sequence[Tensor | None]], Any]
     literals: tuple[bool, ...]  # for each output, whether it is a literal
-    per_replica: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
+    per_replica: tuple[bool, ...] = ()  # for each output, whether it has this replica's samples
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
-    shared: tuple[str, ...] = ()  # for each output its path, if the model computes with it itself (shared_outputs.py)
+    shared: tuple[str, ...] = ()  # for each output its path, if the model also uses it itself (shared_outputs.py)
     signature: CallSignature
     stage: Program | None = None
     running: RunningPipeline | None = None
@@ -48,7 +48,7 @@ class Specialization:
 
 @dataclass(kw_only=True)
 class RankState:
-    """What a rank holds: pieces, buffers, and what keeps them right. Made when the model is first compiled."""
+    """The state of a rank: shards, buffers and their sync. Created when the model is first compiled."""
 
     groups: Groups
     specs: list[ParameterSpec]
@@ -58,9 +58,9 @@ class RankState:
     zero: Any
     random: Randomness
     replica_axes: tuple[str, ...]
-    persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
-    pp_ranks: state_dicts.Seats = ()  # of a pipeline: for each mesh what its ranks hold
-    empty: set[str] = field(default_factory=set)  # first keys of what was on meta and has no values yet
+    persistent: tuple[str, ...] = ()  # the keys of buffers in the state dict
+    pp_ranks: state_dicts.Seats = ()  # of a pipeline: the contents of each mesh
+    empty: set[str] = field(default_factory=set)  # first keys of parameters from meta without values yet
 
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class RankState:
             write_parameter(self.parameters[key], value)
 
     def filled(self, keys: Container[str]) -> None:
-        """What has these keys has values."""
+        """Note that these keys have values now."""
         self.empty -= {spec.name for spec in self.specs if any(key in keys for key in spec.keys)}
 
     def check_filled(self) -> None:

@@ -1,8 +1,8 @@
-"""The user's model as it is seen through the compiled one: its attributes, its methods, its structure.
+"""The user's model seen through the compiled one: attributes, methods, structure.
 
-Until the first call the user looks at the original, and may do to it whatever they like. From then on they look
-at its modules with the pieces in them (`program.shown`): attributes can be changed, and programs follow
-(guards.py), structure can't (pinned.py), and methods run as methods.py says.
+Until the first call the user sees the original and may change it freely. From then on they see its modules with
+the shards in them (`program.shown`): attributes can be changed, and programs follow (guards.py); structure can't
+(pinned.py); methods run as described in methods.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .wrappers import Unwrappable
 
 
 class ModelView(Unwrappable):
-    """Attributes that are not of this class are those of the user's model."""
+    """Attributes that this class lacks are those of the user's model."""
 
     _around: dict[str, Any]
     _flags: tuple[bool, ...]
     _world: World
-    _guard: AttributeGuard | None = None  # of what programs hold as constants, once there are any
+    _guard: AttributeGuard | None = None  # of the programs' constants, once there are any
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +44,7 @@ class ModelView(Unwrappable):
                 return property_of(self, name)
             if name in self._around.get("left", ()):
                 raise InputError(
-                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: what is there "
+                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: its value "
                     "is from when the model was compiled; return it from forward"
                 ) from None
             value = getattr(root, name)
@@ -69,12 +69,12 @@ class ModelView(Unwrappable):
 
     @property
     def root(self) -> nn.Module | None:
-        """The user's model itself: the original until the first call, from then on one that holds the pieces."""
+        """The user's model itself: the original until the first call, from then on one that holds the shards."""
         root: nn.Module | None = vars(self).get("_around", {}).get("root")
         return root
 
     def guard(self) -> None:
-        """From now on look at what programs hold as constants."""
+        """Guard the constants of programs from now on."""
         root: nn.Module = self._around["root"]
         carry = getattr(self._around["compile"], "carry", None)
         modules = {**dict(root.named_modules()), "": self._around.get("user", root)}
@@ -84,23 +84,23 @@ class ModelView(Unwrappable):
     def watch(
         self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = (), left: Iterable[str] = ()
     ) -> None:
-        """A program was made that holds these as constants; `left`: attributes that the call would set."""
+        """A program with these constants was compiled; `left`: attributes that the call would set."""
         self._around["left"] = {*self._around.get("left", ()), *left}
         if self._guard is not None:
             self._guard.watch(reads, variables)
 
     def forget(self, name: str) -> None:
-        """An attribute of the model is no constant, whatever a trace has read."""
+        """An attribute of the model is not a constant, even if a trace has read it."""
         if self._guard is not None:
             self._guard.forget("", name)
 
     def catch_up(self) -> None:
-        """A program is about to be made: it may read attributes that none has read before."""
+        """Called before a program is compiled: it may read new attributes."""
         if self._guard is not None:
             self._guard.catch_up()
 
     def constants(self, method: str = "") -> tuple[Any, ...]:
-        """What a program is made for besides its arguments."""
+        """The key of a program besides its arguments."""
         check_global_hooks(self._around.get("harmless", ()))
         if self._guard is None:
             renew = getattr(self._around["compile"], "renew", None)
@@ -112,14 +112,14 @@ class ModelView(Unwrappable):
         return method, self._flags, self._guard.state() if self._guard is not None else ()
 
     def stand_for(self, module: nn.Module, harmless: str) -> None:
-        """The user's attributes are those of another module, which this one runs for; overlook hooks of a package."""
+        """Show the attributes of another module instead, for which this one runs; ignore hooks of a package."""
         self._around.update(user=module, harmless=(harmless,))
 
     def remake(self, skeleton: nn.Module, module: nn.Module) -> None:
-        """The original was changed before anything was compiled."""
+        """Rebuild after the original was changed before the first compilation."""
         self._around["skeleton"] = skeleton
         self.show(module)
-        self._flags = ()  # they are looked at next
+        self._flags = ()  # they are read next
 
     def show(self, module: nn.Module) -> None:
         raise NotImplementedError
@@ -137,7 +137,7 @@ _SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__",
 
 
 def like_container(view: type[View], original: type[nn.Module]) -> type[View]:
-    """A class of views on models that are containers, such as nn.Sequential: Python asks a class for `__len__`."""
+    """A view class for container models such as nn.Sequential: Python looks `__len__` up in the class."""
     special = {name: _forwarded(name) for name in _SPECIAL if hasattr(original, name)}
     if not special:
         return view

@@ -1,20 +1,21 @@
-"""What other libraries put around a module, and a module that none of it may be put around.
+"""What other libraries wrap around a module, and a module that refuses to be wrapped.
 
-A compiled model holds pieces, a process group for each axis and programs for its calls. A wrapper that takes it for an
-ordinary module breaks it in silence: DDP broadcasts rank 0's pieces over those of the others, FSDP cuts pieces again,
-a copy or a pickle shares what can't be shared. A module can't see who wraps it, so each way is met where it must
-come by:
+A compiled model holds shards, a process group per axis and programs for its calls. A wrapper that takes it for an
+ordinary module breaks it silently: DDP broadcasts rank 0's shards over those of the others, FSDP shards them again,
+a copy or a pickle shares what can't be shared. A module can't see who wraps it, so each wrapper is caught where it
+has to pass:
 
-    way                                        where it is met
+
+    wrapper                                    where it is caught
     ----------------------------------------   ------------------------------------------------------------------
-    DDP, DataParallel, torch.compile,          torch tells, by a hook, whenever a module becomes a part of another
+    DDP, DataParallel, torch.compile,          torch calls a hook whenever a module is added to another
     accelerate, DeepSpeed, around it or
-    around a module that has it as a part
+    around a module that contains it
     FSDP                                       marks every module that it manages before it flattens parameters
-    fully_shard, replicate                     torch keeps what was applied in the module, and looks there before
+    fully_shard, replicate                     torch records what was applied in the module, and checks it first
     copy.deepcopy, pickle, module.compile()    methods of the module
-    a call from what torch.compile made        torch has a callback for frames then
-    half(), to(device), ...                    `_apply`, which they all come down to
+    a call from compiled code                  torch has a frame callback then
+    half(), to(device), ...                    `_apply`, which they all call
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from ..parameters.local_ops import INSTEAD
 from ..parameters.sharded import ShardedParameter
 
 WRAPPERS = {
-    ("torch", "DistributedDataParallel"): 'plan="dp=N" is what it does',
-    ("torch", "FullyShardedDataParallel"): 'plan="zero3=N" is what it does',
-    ("torch", "FSDPModule"): 'fully_shard made it; plan="zero3=N" is what it does',
-    ("torch", "DataParallel"): 'plan="dp=N" is what it does, with a process for each device',
-    ("torch", "OptimizedModule"): "torch.compile made it; call module.compile() instead, or leave it out",
-    ("torch", "ScriptModule"): "torch.jit made it, and keeps no Python to compile; pass the module that it is made of",
-    ("deepspeed", "DeepSpeedEngine"): "the plan says how state is sharded: zero1, zero2, zero3",
+    ("torch", "DistributedDataParallel"): 'use plan="dp=N" instead',
+    ("torch", "FullyShardedDataParallel"): 'use plan="zero3=N" instead',
+    ("torch", "FSDPModule"): 'it is wrapped by fully_shard; use plan="zero3=N" instead',
+    ("torch", "DataParallel"): 'use plan="dp=N" instead, with a process per device',
+    ("torch", "OptimizedModule"): "it comes from torch.compile; call module.compile() instead, or leave it out",
+    ("torch", "ScriptModule"): "it comes from torch.jit, which keeps no Python to compile; pass the original module",
+    ("deepspeed", "DeepSpeedEngine"): "use a plan that shards state: zero1, zero2, zero3",
 }
-"""(package, class) of modules around modules, with what to do instead."""
+"""(package, class) of wrappers, with what to do instead."""
 
 
 def wrapper_of(module: object) -> tuple[str, str] | None:
@@ -55,13 +56,13 @@ def wrapper_of(module: object) -> tuple[str, str] | None:
 
 
 class Unwrappable(nn.Module):
-    """A module that refuses to be wrapped, copied, pickled and cast, each with the way to get what was wanted."""
+    """A module that refuses to be wrapped, copied, pickled and cast, each with a remedy."""
 
     def __init__(self) -> None:
         super().__init__()
         _watch_registration()
         self.__dict__[STATE_KEY] = _NoOtherAPI()
-        self.__dict__[REGISTRY_KEY] = {"fully_shard": None}  # so that `replicate` of what is around leaves this alone
+        self.__dict__[REGISTRY_KEY] = {"fully_shard": None}  # so that `replicate` of an outer module leaves this alone
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -72,7 +73,7 @@ class Unwrappable(nn.Module):
         _refuse_around("FullyShardedDataParallel", WRAPPERS["torch", "FullyShardedDataParallel"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if get_eval_frame_callback() is not None:  # something that torch.compile made calls this
+        if get_eval_frame_callback() is not None:  # called from code compiled by torch.compile
             _refuse_around("torch.compile", "torch.compiler.disable a function that makes the call")
         return super().__call__(*args, **kwargs)
 
@@ -81,7 +82,7 @@ class Unwrappable(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise InputError(
-            "a compiled model can't be copied: its pieces are tied to process groups and programs. For an average of "
+            "a compiled model can't be copied: its shards are tied to process groups and programs. For an EMA of "
             "the weights use shardwright.ema.EMA(model); to keep the best so far, "
             "copy.deepcopy(model.state_dict()); for a second model, copy the original before parallelize"
         )
@@ -90,7 +91,7 @@ class Unwrappable(nn.Module):
         raise InputError(f"a compiled model can't be pickled: this rank has its own part of it. {INSTEAD}")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Programs are made for the dtypes of the parameters, and pieces are on the device of their rank."""
+        """Programs are compiled for the dtypes of the parameters, and shards are on the device of their rank."""
         compiled = any(isinstance(parameter, ShardedParameter) for parameter in self.parameters())
         for dtype, device in {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}:
             now = fn(torch.empty(0, dtype=dtype, device=device))
@@ -104,21 +105,21 @@ class Unwrappable(nn.Module):
                     f"the compiled model is on {device}, the device of this rank, and can't be moved to {now.device}; "
                     "leave that out"
                 )
-        if compiled:  # all of it is there already
+        if compiled:  # everything is there already
             return self
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 class _NoOtherAPI(dict[Any, Any]):
-    """What torch keeps of `fully_shard`, `replicate` and their like in a module, and looks into before applying one."""
+    """Torch's registry of `fully_shard`, `replicate` and the like in a module, which it checks before applying one."""
 
     def __contains__(self, api: Any) -> NoReturn:
-        _refuse_around(api.__name__, 'plan="zero3=N" or "dp=N" is what it does')
+        _refuse_around(api.__name__, 'use plan="zero3=N" or "dp=N" instead')
 
 
 @functools.cache
 def _watch_registration() -> None:
-    """Look whenever a module becomes a part of another, from the first compiled model on."""
+    """Check whenever a module is added to another, from the first compiled model on."""
     nn.modules.module.register_module_module_registration_hook(_look)
 
 
@@ -130,7 +131,7 @@ def _look(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 def _refuse_around(wrapper: str, remedy: str) -> NoReturn:
     raise InputError(
-        f"{wrapper} can't be put around a compiled model or a module with compiled parts: ranks hold pieces, which "
-        f"sw.parallelize keeps in step already ({remedy}). Leave it out, and with accelerate leave the model and its "
+        f"{wrapper} can't wrap a compiled model or a module with compiled parts: ranks hold shards, which "
+        f"sw.parallelize keeps in sync already ({remedy}). Leave it out, and with accelerate leave the model and its "
         "optimizer out of accelerator.prepare"
     )

@@ -2,17 +2,17 @@
 
     backward   model(x)                                    loss.backward()
     --------   -----------------------------------------   --------------------------------------
-    inside     all steps, F and B, seeded by the loss;     kept gradients times the loss's gradient
-               gradients are kept aside
+    inside     all steps, F and B, seeded by the loss;     saved gradients times the loss's gradient
+               gradients are saved
     outside    all F                                       all B, seeded by the outputs' gradients
 
-Inside is what keeps no more microbatches than the schedule says. It needs a loss among the
-outputs: the gradients of all others are refused. Outside is for a loss that is computed on
-outputs; every rank must then call backward with the same gradients.
+Inside keeps no more microbatches in flight than the schedule says. It needs a loss among the outputs;
+gradients of all other outputs are refused. Outside is for a loss that is computed from outputs;
+every rank must then call backward with the same gradients.
 
-The schedule is seeded with the last gradient that the loss had, so that a loss scaled for
-float16 is scaled within the schedule too; gradients are then multiplied by the new one over
-the old one, which mostly is 1.
+The schedule is seeded with the last gradient of the loss, so that a loss scaled for float16 is
+scaled within the schedule too; gradients are then multiplied by the new one over the old one, which
+is mostly 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Backward = Literal["inside", "outside"]
 class PipelineLoop:
     """What all specializations of a model share on a rank: its transport, and the sync of its gradients.
 
-    All ranks make it together, after the groups of all meshes.
+    All ranks create it together, after the groups of all meshes.
     """
 
     def __init__(self, sync: GradientSync | None = None, backward: Backward = "inside") -> None:
@@ -60,14 +60,14 @@ class PipelineLoop:
         if sync is not None and isinstance(sync.ties, TiedGradients):
             self.transport.connect(sync.ties.pairs)
             sync.ties.connect(self.transport)
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may have no trainable parameters
         self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
-        self.scaled = False  # whether a loss ever had another gradient than 1: there is a scaler
-        self.broken = False  # whether a run did not come to its end
-        self._task = -1  # the backward that was begun, as autograd numbers them
+        self.scaled = False  # whether a loss ever had a gradient other than 1: there is a loss scaler
+        self.broken = False  # whether a run was interrupted
+        self._task = -1  # the running backward, by autograd's number
 
     def begin_backward(self, parameters: Sequence[ShardedParameter], scaled: bool) -> None:
-        """The user's backward has reached a call of the model. A scaled loss has a scaler that all must agree with."""
+        """Backward has reached a call of the model. With a loss scaler all ranks must agree on finiteness."""
         self.scaled = scaled = self.scaled or scaled
         if self.sync is not None:
             self.sync.begin()
@@ -92,7 +92,7 @@ class RunningPipeline:
         self._scripts: dict[tuple[str, frozenset[int]], Script] = {}
 
     def script(self, kinds: str, seeded: frozenset[int]) -> Script:
-        """What this rank does for steps of these kinds, if these outputs have a gradient: none in inference."""
+        """This rank's script for steps of these kinds, if these outputs have a gradient: none in inference."""
         key = kinds, seeded
         if key not in self._scripts:
             schedule = self.pipeline.schedule if seeded else self.pipeline.forward
@@ -119,11 +119,11 @@ class RunningPipeline:
         return outputs
 
     def run(self, run: ScheduleRun, kinds: str, seeded: frozenset[int]) -> ScheduleRun:
-        """Go through steps of some kinds."""
+        """Run the steps of some kinds."""
         if self.loop.broken:
             raise RankError(
-                "an earlier step of this pipeline broke off, with messages between ranks under way; "
-                "start the script again, from a checkpoint"
+                "an earlier step of this pipeline was interrupted, with messages in flight; "
+                "restart the script from a checkpoint"
             )
         self.loop.broken = True
         self.executor.run(self.script(kinds, seeded), run)
@@ -138,7 +138,7 @@ class RunningPipeline:
 
 
 def loss_of(leaving: Sequence[PipelineOutput]) -> int | None:
-    """Which output is the loss: the one number with a gradient; of several the one called loss, or the first."""
+    """Which output is the loss: the scalar with a gradient; of several the one called loss, or the first."""
     numbers = [at for at, out in enumerate(leaving) if out.gradient and not out.shape]
     named = [at for at in numbers if leaving[at].path == "loss"]
     return next(iter([*named, *numbers]), None)
@@ -154,12 +154,12 @@ class PipelineCall:
         self.trained = running.standins.trained
         self.wanting = [*self.trained, *(tensors[at] for at in self.inputs)]
         self.run = ScheduleRun(tensors, frozenset(seeded))
-        self.scale = running.loop.scale  # what the schedule is seeded with
+        self.scale = running.loop.scale  # the seed of the schedule
         self.outputs: list[Tensor] = []
-        self.gradients: list[Tensor] | None = None  # kept aside, in the order of `wanting`
+        self.gradients: list[Tensor] | None = None  # saved, in the order of `wanting`
 
     def step(self) -> None:
-        """Run the whole schedule, and keep its gradients. What has none does not want one any longer."""
+        """Run the full schedule and save its gradients. Tensors without one are dropped."""
         seeded = self.pipeline.leaving[self.running.loss]  # type: ignore[index]
         seed = self.scale.to(seeded.dtype)
 
@@ -174,7 +174,7 @@ class PipelineCall:
         self.gradients = [gradient for gradient in gradients if gradient is not None]
 
     def backward(self, kinds: str, seeded: frozenset[int], keep: bool = False) -> list[Tensor | None]:
-        """Run steps, and give the gradients of all that wants one."""
+        """Run steps; returns the gradients of all tensors that require one."""
         harvest(self.leaves)
         harvest(list(self.run.input_leaves.values()))
         self.run.keep = keep
@@ -197,13 +197,13 @@ class PipelineCall:
     def expect_no_graph(self) -> None:
         if torch.is_grad_enabled():
             raise InputError(
-                "backward(create_graph=True) reached a pipeline; gradients of gradients do not pass through its "
+                "backward(create_graph=True) reached a pipeline; double backward is not supported by its "
                 "schedule; leave create_graph out, or use a plan without pp"
             )
 
 
 def _differentiable(ctx: Any, call: PipelineCall) -> tuple[Tensor, ...]:
-    """The outputs of a call, as those of an autograd function that gets gradients as they are, or None."""
+    """The outputs of a call through an autograd function that gets undefined gradients as None."""
     ctx.call = call
     ctx.set_materialize_grads(False)
     leaving = zip(call.outputs, call.pipeline.leaving, strict=True)
@@ -212,7 +212,7 @@ def _differentiable(ctx: Any, call: PipelineCall) -> tuple[Tensor, ...]:
 
 
 class _Inside(torch.autograd.Function):
-    """After the whole schedule: backward hands out what was kept aside."""
+    """After the full schedule: backward returns the saved gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: PipelineCall, anchor: Tensor, *wanting: Tensor) -> tuple[Tensor, ...]:
@@ -226,8 +226,8 @@ class _Inside(torch.autograd.Function):
         for at, (out, gradient) in enumerate(zip(call.pipeline.leaving, gradients, strict=True)):
             if gradient is not None and at != call.running.loss:
                 raise InputError(
-                    f"backward reached output {out.path or at} of a pipeline, which runs its backward within the call "
-                    f'of the model, by the loss that the model returns; pass backward="outside" to parallelize'
+                    f"backward reached output {out.path or at} of a pipeline, whose backward runs within the call "
+                    f'of the model, seeded by the loss that the model returns; pass backward="outside" to parallelize'
                 )
         gradient = gradients[call.running.loss]  # type: ignore[index]
         call.loop.begin_backward(call.trained, scaled=gradient is not None and gradient.item() != 1.0)
@@ -237,9 +237,9 @@ class _Inside(torch.autograd.Function):
 
 
 def _scaled(call: PipelineCall, gradient: Tensor) -> list[Tensor]:
-    """The kept gradients for the loss's gradient; they are given away unless backward may come again."""
+    """The saved gradients scaled to the loss's gradient; freed unless backward may run again."""
     if call.gradients is None:
-        raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
+        raise InputError("backward ran twice through one call of a pipeline; pass retain_graph=True to the first")
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     gradients, call.gradients = call.gradients, call.gradients if keep else None
     now = gradient.detach().double()
@@ -264,7 +264,7 @@ class _Outside(torch.autograd.Function):
         call: PipelineCall = ctx.call
         call.expect_no_graph()
         if ctx.done:
-            raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
+            raise InputError("backward ran twice through one call of a pipeline; pass retain_graph=True to the first")
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.done = not keep
         gradient_of = {id(out): gradient for out, gradient in zip(call.pipeline.leaving, gradients, strict=True)}

@@ -1,12 +1,12 @@
-"""The one executor: runs a rank's script, whatever the schedule is.
+"""The executor of all schedules: runs a rank's script.
 
-    F   sets the microbatch, waits for what crosses to the stage, runs its program, sends its results
-    B   waits for the gradients of what crossed from it, runs backward, sends gradients back
-    W   the matmuls of weight gradients that a B deferred
+    F   sets the microbatch, waits for activations, runs the stage's program, sends its results
+    B   waits for the gradients of what it sent, runs backward, sends gradients back
+    W   the weight-gradient matmuls that a B deferred
     P   counts that all microbatches need, once
 
-Between an F and its B a stage keeps the leaves it got and where gradients enter, not its
-outputs: autograd keeps what it needs of them itself. What is sent is sent as it is.
+Between an F and its B a stage keeps the leaves it received and the gradient edges, not its outputs:
+autograd saves what it needs of them itself. Tensors are sent without a copy.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from .script import ReceivedMessage, Script, ScriptStep
 from .spec import PipelineOutput, PipelineSpec, PlacedStage
 from .transport import Arrival, Transport
 
-ROOM = 2  # by how many microbatches a rank may run ahead of those it sends to, where nothing else holds it back
+ROOM = 2  # microbatches that a rank may run ahead of the ranks it sends to, where nothing else limits it
 
 Seed = Callable[[PipelineOutput, int], Tensor | None]
 """The gradient of an output of the model in a microbatch, or None if none enters there."""
 
 
 class AssembledTensor:
-    """A tensor that is put together here from messages."""
+    """A tensor assembled from messages."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
         self.coming: list[tuple[Arrival, Route, Tensor | None]] = []
 
     def ask(self, leg: Route, transport: Transport) -> None:
-        """Begin to receive a part of it."""
+        """Start to receive a part of it."""
         into = leg.straight(self.out)
         buffer = self.out.new_empty(leg.elements) if into is None else into
         self.coming.append((transport.receive(buffer, leg.source), leg, buffer if into is None else None))
 
     def wait(self) -> Tensor:
-        """It, once all has arrived."""
+        """The tensor, once all parts have arrived."""
         for arrival, leg, aside in self.coming:
             arrival.wait()
             if aside is not None:
@@ -66,11 +66,11 @@ class InFlightMicrobatch(NamedTuple):
     """What a stage saves of a microbatch from F to B."""
 
     edges: tuple[tuple[str, GradientEdge], ...]  # where the gradients of values enter
-    leaves: dict[str, Tensor]  # what crossed to it, and gets a gradient
+    leaves: dict[str, Tensor]  # received tensors that get a gradient
 
 
 class ScheduleRun:
-    """The state of one call: what is under way and what came out."""
+    """The state of one call: what is in flight, and the results."""
 
     def __init__(self, inputs: Sequence[Tensor], seeded: frozenset[int] = frozenset()) -> None:
         self.inputs = inputs
@@ -78,8 +78,8 @@ class ScheduleRun:
         self.grad = bool(seeded)
         self.parcels: dict[tuple[StepKind, int, int], AssembledTensor] = {}
         self.flights: dict[tuple[int, int], InFlightMicrobatch] = {}
-        self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of what leaves
-        self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (segment, input), of inputs that want a gradient
+        self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of outputs
+        self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (segment, input), of inputs that require a gradient
         self.updates: dict[str, Tensor] = {}
         self.seed: Seed = lambda leaving, microbatch: None
         self.keep = False  # backward may run again
@@ -128,7 +128,7 @@ class PipelineExecutor:
         return shapes
 
     def run(self, script: Script, run: ScheduleRun) -> None:
-        """Go through a script."""
+        """Run a script."""
         for placed in self.pipeline.placed:
             if placed.stage is not None:
                 placed.stage.weights.collects = placed.number in script.apart
@@ -153,7 +153,7 @@ class PipelineExecutor:
         """The stage of a step, with the clock set to its microbatch."""
         placed = self.pipeline.placed[step.segment]
         if placed.stage is None:
-            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of stage {step.segment}")
+            raise LayoutError(f"rank {self.rank} should run {step} but has no program of stage {step.segment}")
         self.pipeline.moment.move(step.microbatch)
         placed.stage.random.microbatch = step.microbatch
         return placed, placed.stage
@@ -201,7 +201,7 @@ class PipelineExecutor:
         self._note_updates(placed, stage, run)
 
     def _input(self, step: Step, number: int, run: ScheduleRun) -> Tensor:
-        """An input of the model; the samples of a microbatch where each is a batch of its own."""
+        """An input of the model; the samples of a microbatch if each is an independent batch."""
         batch = run.input(step.segment, number)
         if not self.pipeline.rows or not self.pipeline.rows[number]:
             return batch
@@ -221,7 +221,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def _note_updates(self, placed: PlacedStage, stage: Program, run: ScheduleRun) -> None:
-        """Buffers and parameters are written at the end; where each microbatch is a batch of its own, at once."""
+        """Buffers and parameters are written at the end; at once if each microbatch is an independent batch."""
         if self.pipeline.local:
             for key, value in stage.updates.items():
                 self.pipeline.write(placed, key, value)
@@ -249,22 +249,22 @@ class PipelineExecutor:
             leaf.grad = None
 
     def _as_usual(self) -> AbstractContextManager[Any]:
-        """Around a backward: the user's autocast is for forwards, though both run within one call of the model."""
+        """Disable the user's autocast in backward, though both run within one call of the model."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _expect(self, number: int, step: Step, value: Tensor) -> None:
-        """A message has neither shape nor dtype, so a wrong one must not be sent."""
+        """A message carries neither shape nor dtype, so a wrong one must not be sent."""
         crossing = self.pipeline.crossings[number]
         shape, dtype = self._shapes["B", number], crossing.dtype
         if value.shape != shape or value.dtype != dtype:
             raise LayoutError(
-                f"{step} makes {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to stage "
+                f"{step} outputs {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to stage "
                 f"{crossing.taker} as {dtype} {shape}"
             )
 
     def _entering(self, turn: ScriptStep, run: ScheduleRun) -> dict[str, Tensor]:
-        """The gradients of what the stage gave, those of several takers and of the model's outputs added up."""
+        """The gradients of the stage's outputs, summed over its receivers and the model's outputs."""
         gradients: dict[str, Tensor] = {}
         microbatch = turn.step.microbatch
         for number in turn.takes:
@@ -297,7 +297,7 @@ class PipelineExecutor:
         self._parcel(message.kind, message.crossing, message.microbatch, run).ask(message.leg, self.transport)
 
     def _take(self, kind: StepKind, number: int, microbatch: int, run: ScheduleRun) -> Tensor:
-        """What has crossed, whole for this rank."""
+        """A received value, complete for this rank."""
         self._parcel(kind, number, microbatch, run)
         return run.parcels.pop((kind, number, microbatch)).wait()
 

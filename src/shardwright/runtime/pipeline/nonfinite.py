@@ -1,7 +1,7 @@
-"""A gradient that is not finite on one stage is made to show on all.
+"""Make a non-finite gradient of one stage visible on all.
 
-A loss scaler looks at the gradients that a rank has, and skips the step of its optimizer if
-one is not finite. Ranks of a pipeline have different gradients, and must all skip, or none.
+A loss scaler checks the gradients of a rank and skips the step of its optimizer if one is not
+finite. Ranks of a pipeline have different gradients, and must all skip, or none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..parameters.sharded import ShardedParameter, Untouched
 @report_failure
 @torch.no_grad()
 def show_everywhere(parameters: Sequence[ShardedParameter], device: torch.device) -> None:
-    """Put an infinity into every gradient if any rank has one that is not finite. All ranks must call it."""
+    """Put an infinity into every gradient if any rank has a non-finite one. All ranks must call it."""
     gradients = gradients_of(parameters)
     with Untouched():
         lost = (~are_finite(gradients)).float() if gradients else torch.zeros((), device=device)
@@ -36,7 +36,7 @@ def show_everywhere(parameters: Sequence[ShardedParameter], device: torch.device
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that an optimizer sees, those that have values: under ZeRO, of shares of parameters."""
+    """The gradients that an optimizer sees: under ZeRO, those of shards."""
     return [gradient for p in parameters if (gradient := leaf_of(p).grad) is not None and gradient.numel()]
 
 

@@ -1,11 +1,11 @@
-"""What the model returns: microbatches' values become one, and every rank gets it.
+"""Outputs of the model: values of microbatches are combined, and every rank gets the result.
 
     how     the value is                        its gradient in a microbatch is
     ----    ---------------------------------   -------------------------------
-    sum     the sum over microbatches           the whole gradient
+    sum     the sum over microbatches           the full gradient
     mean    their mean                          the gradient divided by their number
     cat     joined along a dim                  the microbatch's slice of it
-    same    any of them, since all are equal    the whole gradient in the first, none in the others
+    same    any of them, since all are equal    the full gradient in the first, none in the others
 
 Updated buffers travel with the outputs, so that they are the same everywhere.
 """
@@ -56,7 +56,7 @@ def microbatch_shard(out: PipelineOutput) -> Shard:
 
 
 class OutputBroadcast:
-    """Brings outputs and updated buffers from the ranks that have them to all."""
+    """Broadcasts outputs and updated buffers from the ranks that have them."""
 
     def __init__(self, pipeline: PipelineSpec, rank: int, device: torch.device) -> None:
         self.pipeline, self.rank, self.device = pipeline, rank, device
@@ -87,7 +87,7 @@ class OutputBroadcast:
 
 @report_failure
 def broadcast(tensors: Sequence[Tensor], source: int, rank: int) -> None:
-    """Fill tensors with what one rank has in them, in one message."""
+    """Broadcast tensors of one rank, in one message."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if len(tensors) == 1 and tensors[0].is_contiguous():

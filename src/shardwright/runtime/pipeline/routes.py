@@ -1,8 +1,8 @@
-"""Which rank sends what to whom, when a tensor goes from one mesh and layout to another.
+"""Which rank sends what to whom when a tensor moves from one mesh and layout to another.
 
 Every rank of the target mesh gets every element of its shard exactly once, from a rank that
-has it. Where several ranks have the same shard, a rank that can take it from itself does so,
-and the others are spread over the holders, the first taker to the first holder:
+has it. Where several ranks have the same shard, a rank that already has it takes its own, and the
+others are spread over the senders, the first receiver to the first sender:
 
     source: sharded over tp, on ranks 0 1       target: replicated, on ranks 2 3 4
     rank 0  a   ──▶ 2, 3, 4                     rank 2  a b
@@ -25,12 +25,12 @@ from torch import Tensor
 from shardwright.layout import Layout, LocalRegion, Mesh, local_region
 
 Spans = tuple[tuple[int, int, int], ...]
-"""Runs along one dim: (start at the sender, start at the taker, length)."""
+"""Runs along one dim: (start at the sender, start at the receiver, length)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of elements: where it starts at the sender and at the taker, and its sizes."""
+    """A box of elements: its start at the sender and at the receiver, and its sizes."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -45,33 +45,33 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends to another: one message, its boxes one after the other."""
+    """What one rank sends to another: one message, its boxes concatenated."""
 
     source: int
     target: int
     boxes: tuple[Box, ...]
-    same: bool  # all that the sender has is all that the taker gets, in the same order
+    same: bool  # the receiver gets exactly the sender's tensor, in the same order
 
     @property
     def elements(self) -> int:
         return sum(math.prod(box.sizes) for box in self.boxes)
 
     def pack(self, x: Tensor) -> Tensor:
-        """The message, contiguous: the tensor itself where it can be."""
+        """The message, contiguous: the tensor itself if possible."""
         if self.same:
             return x.contiguous()
         views = [box.of_source(x) for box in self.boxes]
         return views[0].contiguous() if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
 
     def straight(self, out: Tensor) -> Tensor | None:
-        """The memory in `out` that the message can be received into, if it can."""
+        """The memory in `out` that the message can be received into, if any."""
         if self.same:
             return out
         view = self.boxes[0].of_target(out)
         return view if len(self.boxes) == 1 and view.is_contiguous() else None
 
     def unpack(self, message: Tensor, out: Tensor) -> None:
-        """Put a message that was received aside where it belongs."""
+        """Copy a message from its buffer to its destination."""
         flat, at = message.view(-1), 0
         for box in self.boxes:
             size = math.prod(box.sizes)
@@ -79,7 +79,7 @@ class Route:
             at += size
 
     def carry(self, x: Tensor, out: Tensor) -> None:
-        """From the sender's tensor to the taker's, where both are here."""
+        """Copy from the sender's tensor to the receiver's, if both are on this rank."""
         for box in self.boxes:
             box.of_target(out).copy_(box.of_source(x))
 
@@ -95,7 +95,7 @@ def _narrow(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
 def routes(
     source_layout: Layout, giver: Mesh, target_layout: Layout, taker: Mesh, shape: tuple[int, ...]
 ) -> tuple[Route, ...]:
-    """All messages, by taker and then sender; those of a rank to itself are among them, empty ones are not."""
+    """All messages, by receiver and then sender, including those of a rank to itself, without empty ones."""
     legs: list[Route] = []
     targets = _regions(target_layout, taker, shape)
     for region, holders in _regions(source_layout, giver, shape):
@@ -114,7 +114,7 @@ def routes(
 
 
 def _regions(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[LocalRegion, tuple[int, ...]]]:
-    """The different regions of a tensor, with the ranks that have each, in the order of the mesh."""
+    """The distinct regions of a tensor, with the ranks that have each, in mesh order."""
     ranks_at: dict[tuple[int, ...], list[int]] = {}
     cutting = [axis.name for axis in mesh.axes if layout.shard_of(axis.name) is not None]
     for rank in mesh.devices:

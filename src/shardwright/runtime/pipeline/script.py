@@ -1,13 +1,13 @@
-"""What one rank does in a run: its steps, and with each the messages that it asks for, sends and needs.
+"""The script of one rank: its steps, each with the messages that it posts receives for, sends and needs.
 
-Messages have no names: what a rank sends to another is received in the order of the
-sender's steps. So for every rank that sends to this one its steps are gone through once, and
-messages are asked for in that order, those of a step one step ahead of it:
+Messages have no tags: what a rank sends to another is received in the order of the sender's steps.
+So the steps of every sender are gone through once, and receives are posted in that order, those of a
+step one step ahead of it:
 
     rank 0 (sends)      F0.0  F0.1  F0.2  B0.0 ..            h.0  h.1  h.2
-    rank 1 (receives)   ask h.0, h.1 | F1.0, ask h.2 | B1.0 ..
+    rank 1 (receives)   post h.0, h.1 | F1.0, post h.2 | B1.0 ..
 
-A message that is needed late may have to be asked for early, if others follow it.
+A receive that is needed late may have to be posted early, if others follow it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .routes import Route, routes
 from .spec import PipelineSpec, StageCrossing
 
 WHOLE_STEP = "PFBW"
-AHEAD = 1  # how many steps ahead of its use a message is asked for
+AHEAD = 1  # steps between posting a receive and its use
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class ScriptStep:
     """One step of this rank."""
 
     step: Step
-    asks: tuple[ReceivedMessage, ...]  # to ask for before the step runs
-    sends: tuple[tuple[int, tuple[Route, ...]], ...]  # (crossing, what goes to whom) when it has run
+    asks: tuple[ReceivedMessage, ...]  # receives to post before the step runs
+    sends: tuple[tuple[int, tuple[Route, ...]], ...]  # (crossing, routes) after it has run
     takes: tuple[int, ...]  # the crossings whose value (in an F) or gradient (in a B) it needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The turns of one rank, in order."""
+    """The steps of one rank, in order."""
 
     rank: int
     turns: tuple[ScriptStep, ...]
-    apart: frozenset[int]  # the stages whose weight gradients are steps of their own
+    apart: frozenset[int]  # the stages whose weight gradients are separate steps
     orderly: bool  # on all ranks, microbatch by microbatch
 
 
 def legs_of(pipeline: PipelineSpec, crossing: StageCrossing, kind: StepKind) -> tuple[Route, ...]:
-    """How a value goes to its taker (F), or its gradient back (B)."""
+    """The routes of a value to its receiver (F), or of its gradient back (B)."""
     giver, taker = pipeline.placed[crossing.giver].mesh, pipeline.placed[crossing.taker].mesh
     if kind == "F":
         return routes(crossing.source_layout, giver, crossing.target_layout, taker, crossing.shape)
@@ -114,9 +114,9 @@ def write(
 
 
 def _orderly(schedule: Schedule) -> bool:
-    """Whether a rank may wait until others have got what it sent: all go through the microbatches in one order.
+    """Whether a rank may wait until its messages have arrived: all ranks run the microbatches in the same order.
 
-    Then everybody can come to the end of a microbatch without anything of a later one.
+    Then every rank can finish a microbatch without messages of a later one.
     """
     microbatches = {id(order): [step.microbatch for step in order if step.kind != "P"] for order in schedule.devices}
     return all(order == sorted(order) for order in microbatches.values())
@@ -125,7 +125,7 @@ def _orderly(schedule: Schedule) -> bool:
 def _transfers(
     pipeline: PipelineSpec, seeded: frozenset[int]
 ) -> Iterator[tuple[int, StageCrossing, StepKind, int, int]]:
-    """(number, crossing, kind, the stage that sends, the stage that takes) for values and their gradients."""
+    """(number, crossing, kind, sending stage, receiving stage) for values and their gradients."""
     for number, crossing in enumerate(pipeline.crossings):
         yield number, crossing, "F", crossing.giver, crossing.taker
         if crossing.has_gradient(seeded):
@@ -135,7 +135,7 @@ def _transfers(
 def _asks(
     pipeline: PipelineSpec, schedule: Schedule, rank: int, steps: tuple[Step, ...], seeded: frozenset[int]
 ) -> list[list[ReceivedMessage]]:
-    """For each step the messages to ask for before it."""
+    """For each step the receives to post before it."""
     at = {step: place for place, step in enumerate(steps)}
     arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Route, int]]]] = defaultdict(
         lambda: defaultdict(list)
@@ -146,7 +146,7 @@ def _asks(
                 arriving[leg.source][kind, sender].append((number, leg, taker))
     asks: list[list[ReceivedMessage]] = [[] for _ in steps]
     for source in sorted(arriving):
-        latest = []  # for each message in the order of the sender, the place of the step that needs it
+        latest = []  # for each message in the sender's order, the position of the step that needs it
         messages = []
         for step in schedule.devices[source]:
             for number, leg, taker in arriving[source].get((step.kind, step.segment), ()):
@@ -154,11 +154,11 @@ def _asks(
                 if needed is None:
                     raise ScheduleError(
                         f"{schedule.name}: rank {source} sends {pipeline.crossings[number].value} after {step}, and "
-                        f"rank {rank} has no step {step.kind}{taker}.{step.microbatch} that takes it"
+                        f"rank {rank} has no step {step.kind}{taker}.{step.microbatch} that receives it"
                     )
                 latest.append(needed)
                 messages.append(ReceivedMessage(step.kind, number, step.microbatch, leg))
-        for place in range(len(latest) - 2, -1, -1):  # all before a message are asked for before it
+        for place in range(len(latest) - 2, -1, -1):  # receives are posted in order
             latest[place] = min(latest[place], latest[place + 1])
         for needed, message in zip(latest, messages, strict=True):
             asks[max(0, needed - AHEAD)].append(message)

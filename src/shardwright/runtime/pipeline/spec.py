@@ -1,9 +1,9 @@
-"""What a pipeline is made of, as the compiler hands it over: stages, crossings, outputs.
+"""The parts of a pipeline, as the compiler produces them: stages, crossings, outputs.
 
     stage 0                  stage 1                  stage 2
     PlacedStage  ── h ────▶  PlacedStage  ── y ────▶  PlacedStage  ── loss ──▶ PipelineOutput
                  └─ mask ──────────────────────────▶
-                    StageCrossing (one for each value and taker)
+                    StageCrossing (one per value and receiver)
 
 All ranks have the same `PipelineSpec`, but a rank has a program (`stage`) only for the stages
 whose mesh it is in. Shapes are those of one microbatch. Inputs of the model are replicated on
@@ -29,12 +29,12 @@ from ..parameters.sharded import ShardedParameter
 from ..world import Moment
 
 How = Literal["sum", "mean", "cat", "same"]
-"""How the microbatches' values of an output become one: added up, averaged, joined along a dim, or any of them."""
+"""How an output is combined over microbatches: added up, averaged, joined along a dim, or any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCrossing:
-    """A value that one stage makes and another reads. Gradients go the same way back, in the same layouts."""
+    """A value that one stage computes and another reads. Gradients take the reverse route, in the same layouts."""
 
     value: str
     giver: int
@@ -42,9 +42,9 @@ class StageCrossing:
     shape: tuple[int, ...]  # of one microbatch, before sharding
     dtype: torch.dtype
     gradient: bool
-    source_layout: Layout  # on the giver's mesh: sharded or replicated on each axis
-    target_layout: Layout  # on the taker's mesh
-    outputs: frozenset[int] | None = None  # the numbers of those that depend on it by gradients; None: all may
+    source_layout: Layout  # on the sender's mesh: sharded or replicated on each axis
+    target_layout: Layout  # on the receiver's mesh
+    outputs: frozenset[int] | None = None  # indices of outputs whose gradients reach it; None: any may
 
     def has_gradient(self, seeded: frozenset[int]) -> bool:
         """Whether a gradient comes back if only these outputs of the model have one."""
@@ -53,15 +53,15 @@ class StageCrossing:
     def __post_init__(self) -> None:
         faults = []
         if self.giver == self.taker:
-            faults.append(f"it goes from stage {self.giver} to itself")
+            faults.append(f"it is sent from stage {self.giver} to itself")
         for side, layout in (("source", self.source_layout), ("target", self.target_layout)):
             if len(layout.shards) != len(self.shape):
-                faults.append(f"its {side} layout has {len(layout.shards)} dims, its shape is {self.shape}")
+                faults.append(f"its {side} layout has {len(layout.shards)} dims, but its shape is {self.shape}")
             if any(placement != INVARIANT for _, placement in layout.rest):
                 faults.append(f"its {side} layout is {layout}; reduce pending sums before a value crosses")
         if self.gradient and not self.dtype.is_floating_point and not self.dtype.is_complex:
             faults.append(f"a value of {self.dtype} has no gradient")
-        raise_all(LayoutError, f"value {self.value} can't cross so:", faults)
+        raise_all(LayoutError, f"value {self.value} can't cross like this:", faults)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +80,17 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOutput:
-    """A tensor that the model returns, replicated on the stage's ranks, one microbatch at a time."""
+    """An output tensor of the model, replicated on the stage's ranks, per microbatch."""
 
     value: str
     segment: int
     how: How
-    shape: tuple[int, ...]  # of the whole batch
+    shape: tuple[int, ...]  # of the full batch
     dtype: torch.dtype
     gradient: bool
-    path: str = ""  # where it is in what the model returns, such as "loss" or "1"
+    path: str = ""  # its path in the model's output, such as "loss" or "1"
     dim: int = 0  # for "cat"
-    sharding: Shard | None = None  # for "cat", of the whole dim into microbatches; None: one after the other
+    sharding: Shard | None = None  # for "cat", of the full dim into microbatches; None: contiguous
 
     def __post_init__(self) -> None:
         if self.how == "cat" and not -len(self.shape) <= self.dim < len(self.shape):
@@ -103,13 +103,13 @@ class PipelineSpec:
 
     placed: tuple[PlacedStage, ...]  # by number
     crossings: tuple[StageCrossing, ...]
-    leaving: tuple[PipelineOutput, ...]  # in the order of the model's tensor outputs
+    leaving: tuple[PipelineOutput, ...]  # in output order
     schedule: Schedule  # of a training step
     forward: Schedule  # without backward
     moment: Moment  # the running microbatch; the stages have it as `mb`
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # all of the model's, replicated on every rank
-    local: bool = False  # each microbatch is a small batch of its own: buffers are updated after each
-    rows: tuple[bool, ...] = ()  # then, for each input of the model, whether a microbatch has rows of it
+    local: bool = False  # each microbatch is an independent batch: buffers are updated after each
+    rows: tuple[bool, ...] = ()  # then, for each input of the model, whether it is split into microbatches
 
     def write(self, placed: PlacedStage, key: str, value: Tensor) -> None:
         """A new value for a buffer or a parameter, which the forward of a stage has made."""
@@ -142,4 +142,4 @@ class PipelineSpec:
         for schedule in (self.schedule, self.forward):
             if schedule.microbatches != self.microbatches:
                 faults.append(f"{schedule.name} has {schedule.microbatches} microbatches, not {self.microbatches}")
-        raise_all(LayoutError, "the parts of a pipeline do not fit together:", faults)
+        raise_all(LayoutError, "the parts of a pipeline don't fit together:", faults)

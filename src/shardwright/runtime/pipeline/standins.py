@@ -1,9 +1,9 @@
-"""Leaves that the stages of a pipeline compute with, in the place of the model's parameters.
+"""Leaves that the stages of a pipeline compute with instead of the model's parameters.
 
 A schedule runs many backwards, and the sum of their gradients belongs to the user's one. So
-stages do not use the parameters themselves, whose hooks would sync and count each of them,
-but leaves that share their memory. Their `.grad` adds up over microbatches, is taken away
-when the schedule is through, and is handed to the parameters in the user's backward.
+stages don't use the parameters themselves, whose hooks would sync and count each of them, but
+leaves that share their memory. Their `.grad` accumulates over microbatches, is taken when the
+schedule is done, and is passed to the parameters in the user's backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .spec import PlacedStage
 
 
 class StandIns:
-    """A leaf for each parameter that a rank holds, in all places where its stages look for it."""
+    """A leaf for each parameter of a rank, set in all modules that use it."""
 
     def __init__(self, placed: Sequence[PlacedStage]) -> None:
         self._places: dict[int, list[tuple[Program, str]]] = {}
@@ -34,9 +34,9 @@ class StandIns:
         self._leaves: list[Tensor | None] = [None] * len(self.parameters)
 
     def current(self) -> list[Tensor]:
-        """The leaves, in the order of `parameters`; made again where a parameter has got other memory."""
+        """The leaves, in the order of `parameters`; recreated where a parameter's memory has changed."""
         leaves = []
-        with Untouched(), torch.inference_mode(False):  # what is made for inference can't train later
+        with Untouched(), torch.inference_mode(False):  # inference tensors can't train later
             for number, parameter in enumerate(self.parameters):
                 leaf = self._leaves[number]
                 if leaf is None or not _same(leaf, parameter):
@@ -52,7 +52,7 @@ class StandIns:
 
     @property
     def trained(self) -> list[ShardedParameter]:
-        """The parameters that want a gradient."""
+        """The parameters that require a gradient."""
         with Untouched():
             return [parameter for parameter in self.parameters if parameter.requires_grad]
 
@@ -68,7 +68,7 @@ def _same(leaf: Tensor, parameter: Tensor) -> bool:
 
 
 def harvest(leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of leaves, taken away from them."""
+    """Take the gradients of leaves."""
     gradients = [None if leaf.grad is None else dense(leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

@@ -1,15 +1,14 @@
-"""A parameter that several stages hold has one gradient: the sum of those of all stages, the same to the last bit.
+"""Tied weights: a parameter of several stages has one gradient, the sum over all stages, equal to the last bit.
 
-Each stage sums its own over its mesh first, as it does with all gradients. Then every stage
-sends it to the others, point to point and in their layouts, and all add up in the order of
-the stages:
+Each stage first reduces its own gradient over its mesh, as usual. Then every stage sends it to the
+others, point to point and in their layouts, and all add up in the order of the stages:
 
     stage 0    dW0 ──┐ ┌──▶ dW0 + dW1
     stage 1    dW1 ──┴─┴──▶ dW0 + dW1
 
 With the same gradient and the same optimizer the copies stay equal. A flag goes with each
-message: a parameter that no stage used keeps the `.grad` it had. This happens at the end of a
-sync (`GradientSync`), so that it is put off with it.
+message: a parameter that no stage used keeps its `.grad`. This happens at the end of a
+sync (`GradientSync`), so that it is deferred with it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .routes import Route, routes
 from .transport import Arrival, Transport
 
 Coming = tuple[int, Route, Tensor, Arrival]
-"""What comes from a stage: the stage, what it is, where it is put."""
+"""A received gradient: the stage, the request, the buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +41,11 @@ class TiedParameter:
     stages: int
     own: int  # which of the stages this is
     sends: tuple[Route, ...]
-    takes: tuple[tuple[int, Route], ...]  # (stage, what comes from it)
+    takes: tuple[tuple[int, Route], ...]  # (stage, route from it)
 
 
 class TiedGradients:
-    """The parameters that this rank holds together with other stages, by name."""
+    """The parameters that this rank shares with other stages, by name."""
 
     def __init__(self, pp_ranks: Sequence[tuple[Mesh, Sequence[ParameterSpec]]]) -> None:
         self.rank = here().rank
@@ -85,14 +84,14 @@ class TiedGradients:
         return name in self._ties
 
     def connect(self, transport: Transport) -> None:
-        """How to reach the others, once that is known."""
+        """Set the transport to the other stages."""
         self._transport = transport
 
     @torch.no_grad()
     def finish(self, buckets: Sequence[TiedBucket]) -> None:
-        """Exchange the sums of this stage, and hand out those of all. All ranks that hold any must call it."""
+        """Exchange the sums of this stage, and set the total. All ranks that share any must call it."""
         if self._transport is None:
-            raise LayoutError("parameters are held by several stages, and nobody has said how to reach those")
+            raise LayoutError("parameters are shared by several stages, but there is no transport between them")
         totals = {entry.spec.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
         coming = {name: self._exchange(self._ties[name], *totals[name], self._transport) for name in sorted(totals)}
         for name, (entry, own) in sorted(totals.items()):
@@ -103,7 +102,7 @@ class TiedGradients:
 
     @staticmethod
     def _exchange(tie: TiedParameter, entry: BucketSlot, own: Tensor | None, transport: Transport) -> list[Coming]:
-        """Send the own sum, and ask for those of the others."""
+        """Send this stage's sum, and post receives for the others."""
         like = entry.parameter.detach().as_subclass(Tensor)
         mine = torch.zeros_like(like, dtype=entry.bucket.dtype) if own is None else own
         flag = mine.new_full((1,), float(own is not None))
@@ -132,7 +131,7 @@ def _added(tie: TiedParameter, own: Tensor | None, coming: Sequence[Coming]) -> 
 
 
 def _hand_out(entry: BucketSlot, total: Tensor) -> None:
-    """Make `.grad` true; under ZeRO-2 only the share that this rank owns is kept."""
+    """Set `.grad` to the total; under ZeRO-2 only this rank's shard."""
     if not entry.seen:
         entry.set_aside()
     parameter = entry.parameter

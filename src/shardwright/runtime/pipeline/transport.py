@@ -1,13 +1,12 @@
-"""How tensors go from rank to rank: asynchronous, and in order between any two ranks.
+"""Point-to-point messages: asynchronous, and in order between any two ranks.
 
 `send` and `receive` return at once. What one rank sends to another arrives in the order in
-which it was sent, and is received in that order; nothing else is promised, and no message
-has a name. Both sides know the order, since both know the schedule.
+which it was sent, and is received in that order; nothing else is guaranteed, and messages have no
+tags. Both sides know the order, since both know the schedule.
 
-`TorchTransport` is torch.distributed in earnest, `QueueTransport` threads of one process in
-tests. A sent tensor must not be written to afterwards. It is kept until it has arrived:
-gloo would read freed memory, and says that a send is done only to somebody who waits for
-it, so a thread of the transport does.
+`TorchTransport` uses torch.distributed, `QueueTransport` threads of one process in tests. A sent
+tensor must not be written to afterwards. It is kept until it has arrived: gloo would read freed
+memory, and reports that a send is done only to a waiter, so a thread of the transport waits.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ Pairs = Iterable[tuple[int, int]]
 
 
 class Arrival(Protocol):
-    """A tensor on its way here."""
+    """A tensor in flight to this rank."""
 
     def wait(self) -> None:
         """Return once the buffer is filled."""
 
 
 class Transport(Protocol):
-    """A rank's way to the others."""
+    """A rank's point-to-point communication."""
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Begin to send a contiguous tensor."""
+        """Start to send a contiguous tensor."""
 
     def receive(self, buffer: Tensor, source: int) -> Arrival:
-        """Begin to fill a contiguous buffer with the next message of a rank."""
+        """Start to receive the next message of a rank into a contiguous buffer."""
 
     def mark(self) -> Arrival:
-        """To wait until all that was sent so far has arrived."""
+        """A handle to wait until everything sent so far has arrived."""
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived: a rank must not go before that."""
+        """Wait until everything sent has arrived: a rank must not exit before that."""
 
 
 class TorchTransport:
@@ -65,14 +64,14 @@ class TorchTransport:
         self._keeper = SentTensors() if world.device.type == "cpu" else None
 
     def connect(self, pairs: Pairs) -> None:
-        """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
+        """Connect the first of each pair to the second. All ranks call it together, with equal pairs."""
         groups = pair_groups(pairs, self._device)
         if self._device.type != "cpu":
             self._greet({pair: group for pair, group in groups.items() if pair not in self._groups})
         self._groups.update(groups)
 
     def _greet(self, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
-        """NCCL connects two ranks at their first message, and both wait for that: so all do it now, in one order."""
+        """NCCL connects two ranks at their first message, which blocks both: so all connect now, in the same order."""
         token = torch.zeros(1, device=self._device)
         for (source, target), group in sorted(groups.items(), key=lambda item: item[0]):
             if source == self._rank:
@@ -118,12 +117,12 @@ class _Arrival:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Backends do not know all dtypes."""
+    """Send as bytes: backends don't support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class SentTensors:
-    """Keeps sent tensors until they have arrived. What goes wrong with one is raised at the next call."""
+    """Keeps sent tensors until they have arrived. An error of one is raised at the next call."""
 
     def __init__(self) -> None:
         self._sent: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Lock] = queue.SimpleQueue()
@@ -138,7 +137,7 @@ class SentTensors:
         self._sent.put((work, tensor))
 
     def mark(self) -> Arrival:
-        """To wait until all that is kept now has arrived."""
+        """A handle to wait until everything kept now has arrived."""
         if self._thread is None:
             return _NOTHING
         gate = threading.Lock()
@@ -173,7 +172,7 @@ class _Mark:
 
     @report_failure
     def wait(self) -> None:
-        self._gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
+        self._gate.acquire()  # here, not in `threading`: the watch thread must see that this rank waits for others
         self._keeper.raise_error()
 
 
@@ -197,15 +196,15 @@ def usual() -> TorchTransport | QueueTransport:
     dist.broadcast(token, 0)
     mine = _BETWEEN[int(token)][dist.get_rank()]
     dist.barrier()
-    _BETWEEN.pop(int(token), None)  # all have theirs
+    _BETWEEN.pop(int(token), None)  # all ranks have taken theirs
     return mine
 
 
-# -- ranks that are threads ------------------------------------------------------------------
+# -- ranks as threads ------------------------------------------------------------------------
 
 
 class QueueTransport:
-    """Messages between threads: one queue for each ordered pair of ranks. `between` makes one for each rank."""
+    """Messages between threads: one queue for each ordered pair of ranks. `between` creates one per rank."""
 
     def __init__(self, rank: int, queues: Mapping[tuple[int, int], queue.SimpleQueue[Tensor]], timeout: float) -> None:
         self._rank, self._queues, self._timeout = rank, queues, timeout
@@ -237,17 +236,15 @@ class QueueTransport:
         """There is nothing to wait for."""
 
     def fill(self, source: int) -> None:
-        """Wait for the next message of a rank, and put it where it was asked for."""
+        """Wait for the next message of a rank, and copy it to the posted buffer."""
         try:
             message = self._queues[source, self._rank].get(timeout=self._timeout)
         except queue.Empty:
-            raise RankError(
-                f"rank {self._rank} waited {self._timeout:g} s for a message of rank {source}, and none came"
-            ) from None
+            raise RankError(f"rank {self._rank} waited {self._timeout:g} s for a message of rank {source}") from None
         request = self._requests[source].popleft()
         if message.numel() != request.buffer.numel() or message.dtype != request.buffer.dtype:
             raise RankError(
-                f"a message of rank {source} to rank {self._rank} is {tuple(message.shape)} {message.dtype}, and "
+                f"a message of rank {source} to rank {self._rank} is {tuple(message.shape)} {message.dtype}, but "
                 f"{tuple(request.buffer.shape)} {request.buffer.dtype} was expected"
             )
         request.buffer.copy_(message.reshape(request.buffer.shape))
@@ -255,7 +252,7 @@ class QueueTransport:
 
 
 class _Request:
-    """A message that was asked for. Those of a pair are filled in the order in which they were."""
+    """A posted receive. Those of a pair are filled in order."""
 
     def __init__(self, transport: QueueTransport, buffer: Tensor, source: int) -> None:
         self.buffer, self.there = buffer, False
@@ -266,4 +263,4 @@ class _Request:
             self._transport.fill(self._source)
 
 
-_BETWEEN: dict[int, list[QueueTransport]] = {}  # of threads that are about to take theirs
+_BETWEEN: dict[int, list[QueueTransport]] = {}  # for threads that have not taken theirs yet
