@@ -77,6 +77,13 @@ def _check(model: nn.Module, paths: Sequence[str], mode: Mode) -> None:
         faults.append(
             'inputs="per_rank" makes no sense for parts: the rest would see other rows than they; use "per_replica"'
         )
+    if mode == "per_replica":
+        faults += [
+            f"{path} has max_norm and is in no part: each replica would rescale rows by its own samples; add it to the "
+            'parts, or use inputs="global"'
+            for path, part in model.named_modules()
+            if getattr(part, "max_norm", None) is not None and _part_of(f"{path}.", paths) is None
+        ]
     where: dict[int, str] = {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for key, tensor in tensors:

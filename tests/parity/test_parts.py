@@ -231,6 +231,13 @@ def test_what_can_not_be_a_part_is_refused(case):
         sw.parallelize(case[0], parts=["backbone"], example=case[1])
 
 
+def test_rows_that_replicas_would_rescale_differently_are_refused(case):
+    net = case[0]
+    net.table = nn.Embedding(4, 4, max_norm=1.0)
+    with pytest.raises(InputError, match="table has max_norm and is in no part"):
+        sw.parallelize(net, parts=["backbone"], plan="single", inputs="per_replica")
+
+
 def job(rank: int, state: dict[str, Tensor], x: Tensor, y: Tensor, folder: str) -> tuple[Steps, dict[str, Tensor]]:
     net = Outer().double()  # every process draws its own parameters
     if rank == 0:
