@@ -29,8 +29,8 @@ EMITTER = (
     Fault(
         "attention takes values for keys",
         "ops/attention.py",
-        "attention({p['query']}, {p['key']}, {p['value']}",
-        "attention({p['query']}, {p['value']}, {p['key']}",
+        "product_attention({p['query']}, {p['key']}, {p['value']}",
+        "product_attention({p['query']}, {p['value']}, {p['key']}",
     ),
     Fault("the step of a slice is dropped", "ops/parts.py", '(f":{step}" if step != 1 else "")', '""'),
     Fault("a slice is of the next dim", "ops/parts.py", "[{':, ' * dim}{span}]", "[{':, ' * (dim + 1)}{span}]"),
