@@ -190,8 +190,8 @@ def define_custom(target: str, spec: OpSpec) -> None:
     """Define, or define anew, an op of the user's under its full name."""
     _SPECS[target] = spec
     _BY_TARGET.pop(target, None)
-    for name, rule in _rules(target, spec.rule):
-        registry.register(name, rule)
+    if spec.rule is not None and not isinstance(spec.rule, Mapping):
+        registry.register(target, _fixed(spec.rule) if isinstance(spec.rule, str) else spec.rule)
 
 
 def spec_of(target: str) -> OpSpec:
