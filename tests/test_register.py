@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture import capture
+from shardwright.cost import TrainingSetup, flops, local_call, saved_for_backward
 from shardwright.errors import RuleError
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
 from shardwright.plan.builder import PlanBuilder
+from shardwright.rules import analyse
 from shardwright.runtime import SplitDim
 from shardwright.runtime.collectives import comm
 from tests.capture.agreement import agree
@@ -509,3 +511,26 @@ def test_unchecked_is_unchecked():
 
 def test_no_process_group_is_left_behind():
     assert not dist.is_initialized()
+
+
+def test_the_planner_prices_an_op_by_the_flops_and_saved_tensors_that_are_said():
+    sized = sw.register_op(
+        "b d^ -> b d^", lambda x, steps=8: x.tanh(), flops=lambda x, steps: 12.0 * x.elements * steps, saved="r"
+    )
+
+    class Sized(nn.Module):
+        def forward(self, x):
+            return sized(x, steps=5)
+
+    analysis = analyse(capture(Sized(), (randn(2, 3).requires_grad_(),)).graph)
+    (signature,) = analysis.signatures.values()
+    call = local_call(signature, {}, Mesh(axes=()), TrainingSetup())
+
+    assert flops(signature) == 12.0 * 6 * 5
+    saved = saved_for_backward(call, signature)
+    assert (saved.inputs, saved.outputs) == ((False,), (True,))
+
+
+def test_saved_tensors_that_can_not_be_read_are_refused():
+    with pytest.raises(RuleError, match=r"saved='x' of .* can't be read: write numbers of tensors and r"):
+        sw.register_op("b d^ -> b d^", lambda x: x.tanh(), saved="x")

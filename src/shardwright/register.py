@@ -7,6 +7,7 @@ calls it is planned, as any op that nobody wrote a rule for.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,21 @@ from .capture.user_calls.function_paths import is_path, replace_at
 from .capture.user_calls.kept import CALLEES
 from .errors import RuleError
 from .ir import Op
+from .ops import OpSpec, define_custom
 from .probe.check import SplitTrial
-from .probe.custom_ops import CustomOp, OpParameter, RuleLike, Values, call_of, check_rule, custom_inputs, custom_rule
+from .probe.custom_ops import (
+    CustomOp,
+    OpParameter,
+    RuleLike,
+    Values,
+    call_of,
+    check_rule,
+    custom_inputs,
+    custom_rule,
+    of_arguments,
+)
 from .probe.samples import PROVIDED, NotProbed
 from .rules import parse
-from .rules.registry import register
 from .runtime.algorithms.custom_ops import provide, provide_algorithm, provided
 from .runtime.world import Groups, start
 from .verify.execute import custom_call
@@ -44,6 +55,8 @@ def register_op(
     algorithms: Mapping[str, Callable[..., Any]] | None = None,
     check: bool = True,
     shapes: Callable[..., Any] | None = None,
+    flops: Callable[..., float] | None = None,
+    saved: str | None = None,
 ) -> Any:
     """How a custom op may be sharded: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
 
@@ -59,6 +72,10 @@ def register_op(
     check       False leaves out the test of the rule.
     shapes      for a function that can't run without values (numpy, Triton, a CUDA extension): takes its arguments and
                 returns the shape of what it makes, a tuple of shapes, or empty tensors where the dtype is another.
+    flops       for the planner: a function of the op's arguments (those that it names) that returns the FLOPs of a
+                forward pass. Without it an op that sums something is priced as a matmul over its labels.
+    saved       for the planner: what its backward reads, as "0 1 r": numbers of tensors, and "r" for the result.
+                Without it all its floating-point tensors and its first result count as saved.
 
     Returns the function to call, to be used as a decorator. A rule that is wrong is a RuleError that names
     the split which broke it.
@@ -68,7 +85,7 @@ def register_op(
         rule, function = None, rule
     if isinstance(function, str):
         return replace_at(function, lambda op: register_op(
-                    rule, op, probe=probe, algorithms=algorithms, check=check, shapes=shapes
+                    rule, op, probe=probe, algorithms=algorithms, check=check, shapes=shapes, flops=flops, saved=saved
         ))  # fmt: skip
 
     def decorate(op: Any) -> Any:
@@ -82,12 +99,22 @@ def register_op(
             PROVIDED[kind.own.target] = lambda seed: _drawn(kind, probe, seed)
         if rule is not None and check:
             _check(kind, rule, probe)
-        if rule is not None:
-            register(kind.own.target, lambda call: custom_rule(kind.own, rule, call))
+        define_custom(kind.own.target, _spec(kind.own, rule, flops, saved))
         kind.keep()
         return kind.result
 
     return decorate if function is None else decorate(function)
+
+
+def _spec(own: CustomOp, rule: RuleLike | None, flops: Callable[..., float] | None, saved: str | None) -> OpSpec:
+    """The definition of a custom op, as those in `ops/`."""
+    if saved is not None and not re.fullmatch(r"(\d\*?|r)?( (\d\*?|r))*", saved):
+        raise RuleError(f'saved={saved!r} of {own.name} can\'t be read: write numbers of tensors and r, as "0 1 r"')
+    return OpSpec(
+        rule=None if rule is None else lambda call: custom_rule(own, rule, call),
+        flops=None if flops is None else lambda call: float(of_arguments(own, flops, call)),
+        saved=saved,
+    )
 
 
 @dataclass(frozen=True)

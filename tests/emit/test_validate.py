@@ -14,10 +14,10 @@ import shardwright as sw
 from shardwright import runtime
 from shardwright.capture import capture
 from shardwright.emit import emit, validate
-from shardwright.emit.calls import FUNCTIONS, LISTS
-from shardwright.emit.parse import FORMS, NAMED_ONLY
 from shardwright.errors import LoweringError
 from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.ops import defined
+from shardwright.ops.printing import function
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.runtime.algorithms.random import Randomness
@@ -286,18 +286,22 @@ SPELLED = {"self": ("input", "self", "x", "logits", "logp"), "indices": ("input"
            "split_size": ("split_size", "split_sizes"), "split_sizes": ("split_size", "split_sizes")}  # fmt: skip
 
 
-@pytest.mark.parametrize("target", sorted(name for name, form in FORMS.items() if "*" not in form))
+FORMS = {name: spec for name, spec in defined() if isinstance(spec.reads, str)}
+
+
+@pytest.mark.parametrize("target", sorted(name for name, spec in FORMS.items() if "*" not in spec.reads))
 def test_a_form_has_the_order_that_its_callee_has(target: str) -> None:
-    callee, _, rest = FORMS[target].partition("(")
+    callee, _, rest = FORMS[target].reads.partition("(")
     names = rest.removesuffix(")").split(", ")
     real = _parameters(callee)
-    for at, name in enumerate(names[: NAMED_ONLY.get(target, len(names))]):
+    positional = FORMS[target].positional or len(names)
+    for at, name in enumerate(names[:positional]):
         assert real[at] == name or real[at] in SPELLED.get(name, ()), (callee, names, real)
-    for name in names[NAMED_ONLY.get(target, len(names)) :]:
+    for name in names[positional:]:
         assert name in real or any(other in real for other in SPELLED.get(name, ())), (callee, name, real)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [name for name, spec in defined() if spec.prints is function])
 def test_a_function_of_torch_calls_its_arguments_as_its_op_does(name: str) -> None:
     op = getattr(torch.ops.aten, name)
     function = getattr(torch, name)
@@ -313,7 +317,7 @@ def test_ops_that_return_lists_are_known() -> None:
         and schema.overload_name not in ("Sequence", "list", "tensors")
     }  # fmt: skip
     named = {name for name in lists if not name.startswith(("_", "unflatten", "keys", "sorted", "where"))}
-    assert named == LISTS
+    assert named == {name for name, spec in defined() if spec.returns_list}
 
 
 # What was found wrong.

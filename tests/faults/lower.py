@@ -2,13 +2,13 @@
 
 from .fault import Fault
 
-LOCAL, PLACE, TIDY, EARLY = "lower/local.py", "lower/place.py", "lower/tidy.py", "lower/prologue.py"
+PLACE, TIDY, EARLY = "lower/place.py", "lower/tidy.py", "lower/prologue.py"
 SECTION4, TIME = "parity/test_section4.py", "parity/test_section4_time.py"
 
 LOWER = (
     Fault(
         "a mean divides by the local count",
-        LOCAL,
+        "ops/reductions.py",
         "count *= program.values[op.inputs[0]].shape[dim]",
         "count *= program.layouts[op.inputs[0]].local_shape(program.values[op.inputs[0]].shape, program.mesh.sizes, "
         "dict.fromkeys(program.mesh.names, 0))[dim]",
@@ -16,21 +16,21 @@ LOWER = (
     ),
     Fault(
         "a mean of shares is not divided",
-        LOCAL,
-        "return _divided(replace(op, target=target), count)",
-        "return _divided(replace(op, target=target), 1)",
+        "ops/reductions.py",
+        "return divided(replace(op, target=target), count)",
+        "return divided(replace(op, target=target), 1)",
         f"{SECTION4}::test_a_mean_over_a_split_label_is_a_sum_of_shares",
     ),
     Fault(
         "a slice is one part too far",
-        LOCAL,
+        "ops/parts.py",
         "start=unit.times(part) if part else 0, end=unit.times(part + 1)",
         "start=unit.times(part), end=unit.times(part + 2)",
         "lower/test_local.py",
     ),
     Fault(
         "a table that is split is looked up as if it were whole",
-        LOCAL,
+        "ops/lookups.py",
         """    if not weight.shards[0]:
         return op
 """,
@@ -41,36 +41,36 @@ LOWER = (
     ),
     Fault(
         "a mean over split rows is that of the rank",
-        LOCAL,
+        "ops/losses.py",
         "if not classes and (not rows or",
         "if not classes and (rows or",
         f"{SECTION4}::test_a_mean_with_ignored_labels_is_a_ratio_of_two_sums",
     ),
     Fault(
         "statistics of a batch norm are a rank's own",
-        LOCAL,
+        "ops/norms.py",
         "split_axes(program.layouts[op.inputs[0]], 0))",
         "split_axes(program.layouts[op.inputs[0]], 1))",
         f"{SECTION4}::test_batch_norm_takes_its_statistics_over_all_rows_and_updates_its_buffers_once",
     ),
     Fault(
         "the key of a dropout is that of all dropouts",
-        LOCAL,
+        "ops/random.py",
         'replace(op, target="runtime.dropout").with_arguments(op_key=op.name',
         'replace(op, target="runtime.dropout").with_arguments(op_key=""',
         "lower/test_local.py",
     ),
     Fault(
         "sections have the sizes of the first dim",
-        LOCAL,
-        "parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)",
-        "parts = tuple(sizes_of(program, name)[0] for name in op.outputs)",
+        "ops/parts.py",
+        "parts = tuple(program.sizes_of(name)[dim] for name in op.outputs)",
+        "parts = tuple(program.sizes_of(name)[0] for name in op.outputs)",
         "lower/test_local.py",
     ),
     Fault(
         "views keep their whole sizes",
-        LOCAL,
-        "return op.with_arguments(**{name: sizes_of(program, op.outputs[0])})",
+        "ops/localizing.py",
+        "return op.with_arguments(**{name: program.sizes_of(op.outputs[0])})",
         "return op",
         "lower/test_passes.py::test_views_get_local_sizes_from_atoms",
     ),

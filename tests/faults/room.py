@@ -1,4 +1,4 @@
-"""A room of the package loaded with one of its files changed, beside the real one."""
+"""The emitter loaded with one of its files changed, beside the real one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import shardwright
+from shardwright.rules import registry
 
 
 class _Text(importlib.abc.InspectLoader, importlib.abc.MetaPathFinder):
@@ -31,20 +32,25 @@ class _Text(importlib.abc.InspectLoader, importlib.abc.MetaPathFinder):
 
 
 @contextmanager
-def changed_room(file: str, text: str) -> Iterator[Any]:
-    """The room that a file is of, with another text of that file. No other room may have been loaded with it."""
-    room = f"shardwright.{file.split('/')[0]}"
-    kept = {name: sys.modules.pop(name) for name in _modules(room)}
+def changed_emitter(file: str, text: str) -> Iterator[Any]:
+    """The emitter with another text of one of its files, or of a file of the ops that it prints."""
+    rooms = ["shardwright.emit", *(["shardwright.ops"] if file.startswith("ops/") else [])]
+    kept = {name: sys.modules.pop(name) for room in rooms for name in _modules(room)}
+    rules, keyed = dict(registry._TABLE), set(registry.KEYED)  # ops that are loaded again define theirs again
     finder = _Text("shardwright." + file.removesuffix(".py").replace("/", "."), text)
     sys.meta_path.insert(0, finder)
     try:
-        yield importlib.import_module(room)
+        yield importlib.import_module("shardwright.emit")
     finally:
         sys.meta_path.remove(finder)
-        for name in _modules(room):
+        for name in [name for room in rooms for name in _modules(room)]:
             del sys.modules[name]
         sys.modules.update(kept)
-        setattr(shardwright, room.split(".")[1], kept[room])
+        for room in rooms:
+            setattr(shardwright, room.split(".")[1], kept[room])
+        registry._TABLE.update(rules)
+        registry.KEYED.clear()
+        registry.KEYED.update(keyed)
 
 
 def _modules(room: str) -> list[str]:

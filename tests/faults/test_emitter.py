@@ -20,7 +20,7 @@ from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import Analysis, analyse
 from tests.faults.emitter import EMITTER
 from tests.faults.fault import Fault
-from tests.faults.room import changed_room
+from tests.faults.room import changed_emitter
 from tests.plan.graphs import facts_of, graph_of
 
 
@@ -121,5 +121,5 @@ def test_the_largest_of_all_ranks_is_asked_for_by_name() -> None:
 @pytest.mark.parametrize("fault", EMITTER, ids=str)
 def test_a_fault_of_the_emitter_is_refused_when_a_model_is_compiled(fault: Fault) -> None:
     every = [program for name, plan in SPREAD for program in programs(name, plan)]
-    with changed_room(fault.file, fault.text) as room, pytest.raises(LoweringError):
-        any(room.emit(program) is None for program in every)  # one after the other, up to the first that is refused
+    with changed_emitter(fault.file, fault.text) as emitter, pytest.raises(LoweringError):
+        any(emitter.emit(program) is None for program in every)  # one after the other, up to the first that is refused

@@ -17,13 +17,14 @@ MAY_IMPORT = {
     "schedule": "errors layout",
     "ir": "errors layout",
     "rules": "errors layout reshard ir",
-    "capture": "errors batch_dim precision layout control_flow ir rules",
     "cluster": "errors layout",
-    "cost": "errors layout reshard schedule ir rules cluster",
-    "plan": "errors layout reshard schedule ir rules cluster cost",
-    "lower": "errors layout reshard schedule ir rules plan",
-    "probe": "errors layout ir rules capture lower",
-    "emit": "errors layout schedule ir rules plan lower",
+    "ops": "errors layout ir rules cluster",
+    "capture": "errors batch_dim precision layout control_flow ir rules ops",
+    "cost": "errors layout reshard schedule ir rules cluster ops",
+    "plan": "errors layout reshard schedule ir rules cluster ops cost",
+    "lower": "errors layout reshard schedule ir rules ops plan",
+    "probe": "errors layout ir rules ops capture lower",
+    "emit": "errors layout schedule ir rules ops plan lower",
     "runtime": "errors batch_dim layout control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
@@ -32,20 +33,22 @@ MAY_IMPORT = {
         "runtime planning"
     ),
     "verify": (
-        "errors precision layout reshard ir rules capture cluster cost plan lower probe emit runtime planning "
+        "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
         "compile wrapping"
     ),
-    "rehearse": ("errors precision layout schedule ir rules capture plan lower probe runtime planning compile verify"),
+    "rehearse": (
+        "errors precision layout schedule ir rules ops capture plan lower probe runtime planning compile verify"
+    ),
     "compiled_parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
-        "errors precision layout reshard ir rules capture cluster cost plan lower probe emit runtime planning "
+        "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
         "compile compiled_parts verify wrapping"
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
-    "register": "errors ir rules capture probe runtime verify",
+    "register": "errors ir rules ops capture probe runtime verify",
     "report": "errors layout reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
     "lightning": "errors runtime planning compile compiled_parts parallelize checkpoint",
@@ -55,7 +58,9 @@ MAY_IMPORT = {
         "verify rehearse parallelize checkpoint report train"
     ),
 }
-NO_TORCH = frozenset("errors batch_dim precision layout reshard schedule ir rules cluster cost plan lower emit".split())
+NO_TORCH = frozenset(
+    "errors batch_dim precision layout reshard schedule ir rules ops cluster cost plan lower emit".split()
+)
 
 
 def is_torch(target: str) -> bool:

@@ -12,7 +12,7 @@ from shardwright.errors import LoweringError
 from shardwright.ir import Op
 from shardwright.layout import Block, Shard
 from shardwright.lower import LoweredProgram, Size, lower
-from shardwright.lower.local import one_cut
+from shardwright.ops.localizing import one_cut
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.rules import analyse
 from tests.parity.threaded import compare

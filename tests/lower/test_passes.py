@@ -16,7 +16,7 @@ from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
-from shardwright.lower.program import flat, sizes_of
+from shardwright.lower.program import flat
 from shardwright.lower.tidy import fuse
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.rules import analyse
@@ -128,7 +128,7 @@ def test_views_get_local_sizes_from_atoms():
     view = next(op for op in program.body if op.name == "blocks.0.attn / view")
 
     assert numbers(view.argument("size"), program) == (2, 12, 2, 8)
-    assert [str(f.axes) for f in sizes_of(program, view.outputs[0])[2].sections[0]] == ["('tp',)"]
+    assert [str(f.axes) for f in program.sizes_of(view.outputs[0])[2].sections[0]] == ["('tp',)"]
 
 
 def test_a_row_of_sections_is_opened_only_where_a_cut_reaches_into_it():

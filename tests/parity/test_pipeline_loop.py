@@ -207,8 +207,7 @@ def trained(model, optimizer, case):
 
 
 def test_an_own_schedule_by_its_name(monkeypatch):
-    kind = ScheduleKind(name="reverse", segments=1, make=reverse, holders=KINDS["gpipe"].holders)
-    monkeypatch.setitem(KINDS, "reverse", kind)
+    monkeypatch.setitem(KINDS, "reverse", ScheduleKind(name="reverse", make=reverse))
     both("gpt_ignore", "pp=2,reverse", trained)
 
 

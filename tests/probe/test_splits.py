@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import LoweringError
-from shardwright.lower import local
+from shardwright.ops import spec, spec_of
 from shardwright.parallelize import parallelize
 from shardwright.probe import splits
 from shardwright.rules import registry
@@ -43,7 +45,8 @@ def test_a_wrong_rule_is_refused_with_the_op_and_its_line(tmp_path, monkeypatch)
 
 
 def test_a_wrong_local_form_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(local._TABLE, "aten.mean.dim", lambda program, op: op)
+    wrong = replace(spec_of("aten.mean.dim"), localize=lambda program, op: op)
+    monkeypatch.setitem(spec._BY_TARGET, "aten.mean.dim", wrong)
     with pytest.raises(LoweringError, match=r"mean.*split on .* over 2 the result is off"):
         compiled(tmp_path)
 

@@ -17,9 +17,9 @@ from transformers.integrations import moe
 
 from shardwright.capture.interpret import run_op
 from shardwright.ir import Op
+from shardwright.ops.pointwise import linear_unary, plain
 from shardwright.probe.discover import one_op as graph_of_one
-from shardwright.rules import Analysis, OpCall, analyse
-from shardwright.rules.pointwise import BINARY, LINEAR_UNARY, UNARY, full_name
+from shardwright.rules import Analysis, OpCall, analyse, known_targets, registry
 from tests.probe.calls import placed, value
 
 Arguments = dict[str, Any]
@@ -37,6 +37,11 @@ NO_DERIVATIVE = frozenset(
     "aten.native_channel_shuffle.default aten.scatter.reduce aten.scatter.value_reduce aten.linalg_eig.default".split()
 )
 """Ops that torch has no derivative for, or (eigenvectors) one that depends on how they are turned."""
+
+
+def full_name(name: str) -> str:
+    """An op of aten in full, with its overload."""
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
 def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[Analysis, Op, tuple[Tensor, ...]]:
@@ -174,8 +179,9 @@ def _element(dice: Dice, name: str, argument: str, shape: tuple[int, ...], posit
     return dice.real(*shape, low=0.1, high=0.9) if positive else dice.real(*shape)
 
 
-for _name in f"{LINEAR_UNARY} {UNARY} {BINARY}".split():
-    way(full_name(_name))(_pointwise(full_name(_name)))
+for _target in sorted(known_targets()):
+    if registry._TABLE[_target] in (plain, linear_unary):
+        way(_target)(_pointwise(_target))
 for _name in "add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor where.self".split():
     way(full_name(_name))(_pointwise(full_name(_name)))
 

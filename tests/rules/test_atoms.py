@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.layout import Axis, Block
+from shardwright.ops.views import regroup
 from shardwright.rules import Atoms
-from shardwright.rules.views import regroup
 from tests.layout.drawn import few, taken
 
 sizes = st.lists(st.sampled_from([2, 3, 4, 6]), min_size=1, max_size=3)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from shardwright.ops.user_calls import OPAQUE
 from shardwright.rules import ROWS, known_targets
-from shardwright.rules.user_calls import OPAQUE
 from tests.rules import drawn_families
 from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
 from tests.rules.oracle import check_split

@@ -11,9 +11,8 @@ import pytest
 from shardwright.ir import Op
 from shardwright.ir.graph import Slot
 from shardwright.rules import OpCall, find_rule
-from shardwright.rules.pointwise import full_name
 from tests.probe.calls import value
-from tests.rules.drawn import one_op
+from tests.rules.drawn import full_name, one_op
 from tests.rules.oracle import check_split
 from tests.rules.test_properties import choices
 from tests.rules.written import WRITTEN, real

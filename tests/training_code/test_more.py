@@ -88,7 +88,7 @@ def test_a_vq_vae_with_a_codebook_by_averages(plan: str) -> None:
 
 
 def test_a_codebook_that_is_a_parameter() -> None:
-    words = "writes to the parameter quantize.embed", "make it a buffer"
+    words = "reads the parameter quantize.embed before forward writes to it", "make it a buffer"
     check_refused(lambda one_line: vqvae(one_line, True), "dp=2", CaptureError, *words)
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..batch_dim import find_batch_dim
 from ..errors import CaptureError
 from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
-from ..rules.user_calls import OPAQUE
+from ..ops.user_calls import OPAQUE
 from .building.aliases import TensorHandle
 from .building.call_paths import input_paths, output_paths
 from .building.control_flow import BranchGraphs

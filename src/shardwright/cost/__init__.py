@@ -1,9 +1,10 @@
 """What things cost: the arithmetic of an op, its time, its memory, what is sent."""
 
-from .algorithm_collectives import AlgorithmCollective, algorithm_collectives
-from .call import LocalCall, LocalTensor, local_call, local_elements, work_parts
+from ..ops.contexts import AlgorithmCollective, LocalCall, LocalTensor, SavedForBackward
+from .algorithm_collectives import algorithm_collectives
+from .call import local_call, local_elements, work_parts
 from .memory_timeline import MemoryPeak, simulate_memory
-from .saved_for_backward import SavedForBackward, saved_bytes, saved_for_backward
+from .saved_for_backward import saved_bytes, saved_for_backward
 from .strides import Strides, is_view, strides_of
 from .time import OpTime, join_time, op_time, update_time
 from .training import ON_CPU, ON_GPU, STATES, BackendTraits, TrainingSetup, backend_traits

@@ -4,50 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from ..ir import Op
 from ..layout import Layout, Mesh, chunk_bounds
+from ..ops import Kernel, spec_of
+from ..ops.contexts import LocalCall, LocalTensor
 from ..rules import FAN, ROWS, Signature
 from .training import TrainingSetup
 from .work import flops
-
-TURNS = ("aten.transpose.int", "aten.permute.default", "aten.t.default")
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """What a device has of a tensor of an op: that of the first device, which has the most."""
-
-    elements: float
-    item: int
-    dtype: str
-    gradient: bool
-    parameter: bool = False
-
-    @property
-    def bytes(self) -> float:
-        return self.elements * self.item
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCall:
-    """One call of an op on a device.
-
-    flops     those of the forward pass
-    copies    a reshape that can't be a view
-    """
-
-    op: Op
-    flops: float
-    inputs: tuple[LocalTensor, ...]
-    outputs: tuple[LocalTensor, ...]
-    copies: bool = False
-
-    @property
-    def gradient(self) -> bool:
-        """Whether there is a backward pass."""
-        return not self.op.no_grad and any(output.gradient for output in self.outputs)
 
 
 def local_call(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: TrainingSetup) -> LocalCall:
@@ -74,15 +37,15 @@ def copies(signature: Signature) -> bool:
     Fused attention writes its result turned already, so that the usual transpose and reshape after it are views.
     """
     op, graph = signature.op, signature.analysis.graph
-    if not op.target.startswith("aten.reshape.") or len(graph.values[op.outputs[0]].shape) >= len(
+    if not spec_of(op.target).may_copy or len(graph.values[op.outputs[0]].shape) >= len(
         graph.values[op.inputs[0]].shape
     ):
         return False
     before = graph.producer.get(op.inputs[0])
-    if before is None or before.target not in TURNS:
+    if before is None or not spec_of(before.target).turns:
         return False
     source = graph.producer.get(before.inputs[0])
-    return source is None or "attention" not in source.target
+    return source is None or spec_of(source.target).kernel is not Kernel.ATTENTION
 
 
 def local_tensor(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: TrainingSetup) -> LocalTensor:

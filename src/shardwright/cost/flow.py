@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..ops import spec_of
+from ..ops.contexts import LocalCall, LocalTensor
 from ..rules import Signature
-from .call import LocalCall, LocalTensor
-from .saved_for_backward import split_classes
-from .strides import VIEWS, op_kind
 
 
 class GradientFlow(Enum):
@@ -36,70 +35,24 @@ class Flow:
     back: tuple[GradientFlow, ...]
 
 
-ADDING = frozenset("add sub rsub".split())
-JOINING = frozenset("cat stack concat hstack vstack".split())
-HANDED_ON = (
-    VIEWS - frozenset("slice select split split_with_sizes chunk unbind narrow diagonal unfold expand".split())
-) | {"clone"}
-"""Views whose backward is a view; those that pick a part fill the rest with zeros, and a stretched one sums."""
-
-WORK = {  # kind: (forward, backward), in sizes of the result
-    "dropout": (1.0, 1.0),  # x * mask, then * scale
-    "native_dropout": (1.0, 1.0),
-    "_native_batch_norm_legit_functional": (1.0, 3.0),
-    "batch_norm": (1.0, 3.0),
-    "_native_batch_norm_legit": (1.0, 3.0),
-    "pow": (0.0, 2.0),  # x ** (n - 1), then * n
-    "rms_norm": (1.0, 2.0),
-    "mul": (0.0, 0.0),
-    "rsqrt": (0.0, 2.0),
-    "div": (0.0, 1.0),
-}
-
-
 def flow(call: LocalCall, signature: Signature) -> Flow:
     """The work of a call, and the way of its gradients."""
-    kind = op_kind(call.op.target)
-    out = call.outputs[0].bytes if call.outputs else 0.0
+    spec = spec_of(call.op.target)
     back = tuple(
-        _back(kind, tensor, call.outputs[0].elements) if tensor.gradient else GradientFlow.NONE
+        _back(spec.back, tensor, call.outputs[0].elements) if tensor.gradient else GradientFlow.NONE
         for tensor in call.inputs
     )
-    forward, backward = (factor * out for factor in WORK.get(kind, (0.0, 0.0)))
-    if kind == "cross_entropy_loss":
-        logits = call.inputs[0].bytes
-        split = split_classes(call, signature)
-        return Flow(logits if split else 0.0, 0.0 if split else logits, back)
-    if kind.startswith("conv"):  # the CPU's kernels want another order of what they read and write
-        forward = max(call.inputs[0].bytes, out)
-    if kind == "scaled_dot_product_attention":
-        forward, backward = _attention(call, signature)
-    if kind in ("mul", "div", "where", "add", "sub", "rsub") and any(
-        tensor.gradient and tensor.elements < call.outputs[0].elements for tensor in call.inputs
-    ):
-        backward = max(backward, out)  # made at full size, then summed
+    if callable(spec.work):
+        forward, backward = spec.work(call, signature)
+    else:
+        forward, backward = (factor * call.outputs[0].bytes if call.outputs else 0.0 for factor in spec.work)
     return Flow(forward, backward, back)
 
 
-def _back(kind: str, tensor: LocalTensor, size: float) -> GradientFlow:
-    if kind in HANDED_ON or kind in JOINING:
+def _back(how: str, tensor: LocalTensor, size: float) -> GradientFlow:
+    if how == "pass" or (how == "pass_same" and tensor.elements == size):
         return GradientFlow.PASS
-    if kind in ADDING and tensor.elements == size:
-        return GradientFlow.PASS
-    return GradientFlow.FREE if kind == "sum" else GradientFlow.FRESH
-
-
-def _attention(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """The scores, where the fused kernel can't be used."""
-    shape = signature.analysis.graph.values[call.op.inputs[0]].shape
-    keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
-    query = call.inputs[0]
-    scores = query.bytes / max(shape[-1], 1) * keys
-    if call.op.argument("dropout_p", 0.0):
-        return 2 * scores, 2 * scores
-    if len(call.inputs) > 3 and call.inputs[3].gradient:
-        return 2 * scores, 2 * scores
-    return 0.0, 0.0
+    return GradientFlow.FREE if how == "free" else GradientFlow.FRESH
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,9 @@ place, and products joined with the converter before them.
 
 from __future__ import annotations
 
+from ..ops import OpSpec, spec_of, target_of
 from .flow import GradientFlow
 from .rank_program import RankProgram, RankStep, RankTensor
-
-PRODUCTS = frozenset("linear mm conv1d conv2d conv3d convolution".split())
-SUMMED_IN_PLACE = frozenset("linear mm addmm bmm matmul embedding".split())
 
 
 def fuse(program: RankProgram) -> RankProgram:
@@ -29,6 +27,11 @@ def _readers(program: RankProgram) -> dict[int, list[RankStep]]:
     for number in program.outputs:
         readers.setdefault(number, []).append(_OUTSIDE)
     return readers
+
+
+def _spec(step: RankStep) -> OpSpec:
+    """What is known of the op of a step."""
+    return spec_of(target_of(step.kind))
 
 
 _OUTSIDE = RankStep("", "", [], [], [], [])
@@ -50,7 +53,7 @@ def _fold_biases(program: RankProgram) -> None:
             and (view.shares or view.kind == "_to_copy")
             and program.tensors[view.inputs[0]].parameter is not None
         )
-        if product is None or product.kind not in PRODUCTS or not persistent or product.region != step.region:
+        if product is None or not _spec(product).folds_bias or not persistent or product.region != step.region:
             continue
         if readers[step.inputs[0]] != [step] or len(product.inputs) != 2:
             continue
@@ -67,7 +70,7 @@ def _sum_in_place(program: RankProgram) -> None:
     producer = {number: step for step in program.steps for number in step.outputs}
     for step in program.steps:
         maker = producer.get(step.inputs[0]) if step.inputs else None
-        if step.kind == "all_reduce" and maker is not None and maker.kind in SUMMED_IN_PLACE:
+        if step.kind == "all_reduce" and maker is not None and _spec(maker).fresh:
             step.shares = readers[step.inputs[0]] == [step]
 
 

@@ -17,12 +17,14 @@ from ..ir import Op
 from ..ir.graph import ITEM_SIZE
 from ..ir.paths import layer_of, prefixes
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
+from ..ops import op_kind
+from ..ops.contexts import SavedForBackward
 from ..reshard import LayoutForm, forget_gradient, forms_of, parameter_layout
 from ..rules import Analysis
 from .call import local_call, local_elements
 from .flow import Flow, GradientFlow, flow, reshard_memory
-from .saved_for_backward import SavedForBackward, saved_for_backward
-from .strides import Strides, op_kind, strides_of
+from .saved_for_backward import saved_for_backward
+from .strides import Strides, strides_of
 from .training import ON_CPU, BackendTraits, TrainingSetup
 
 Choices = Mapping[str, Mapping[str, str]]

@@ -3,7 +3,7 @@
     product      flops / (peak x what a product of this size and shape reaches), or its bytes if they take longer;
                  backward one such product for each input that has a gradient
     attention    the same with the efficiency of fused attention; backward is 5 products where forward has 2
-    the rest     bytes / (bandwidth x what kernels reach), bytes being passes over inputs and outputs (`PASSES`)
+    the rest     bytes / (bandwidth x what kernels reach), bytes being passes over inputs and outputs (`OpSpec.passes`)
     views        nothing, except for what their backward must write
 
 Starting a kernel is in the efficiency curves of the device. What is sent is not here: see `sends.py`.
@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
-from ..rules.user_calls import OPAQUE
-from .call import LocalCall, LocalTensor
-from .work import PRODUCTS
+from ..ops import Kernel, spec_of
+from ..ops.contexts import LocalCall, LocalTensor
+from ..ops.user_calls import OPAQUE
 
 
 class OpTime(NamedTuple):
@@ -32,69 +30,6 @@ class OpTime(NamedTuple):
 
 FREE = OpTime(0.0, 0.0)
 
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """How often an op goes over its tensors in memory.
-
-    inputs, outputs    forward, over the bytes of all inputs and of all outputs
-    results, gradients backward, over the bytes of the outputs (their gradients are read, saved results are read) and
-                       over those of the inputs that have a gradient (saved ones are read, gradients are written)
-    kernels            of the backward pass, if there are several
-    """
-
-    inputs: float = 1
-    outputs: float = 1
-    results: float = 1
-    gradients: float = 2
-    kernels: int = 1
-
-
-POINTWISE = Passes()
-PASSES: dict[str, Passes] = {}
-
-
-def _passes(names: str, passes: Passes) -> None:
-    PASSES.update(dict.fromkeys(names.split(), passes))
-
-
-# a gradient that goes on as it is: no kernel; what was stretched is summed (see `_pointwise`)
-_passes("add sub rsub clone contiguous lift_fresh_copy", Passes(results=0, gradients=0))
-# only the gradient is read, nothing was saved
-_passes(
-    "neg to _to_copy type_as flip roll cumsum constant_pad_nd pad repeat tile repeat_interleave", Passes(gradients=1)
-)
-_passes("where masked_fill", Passes(results=1.5, gradients=1))  # and a mask of 1 byte
-# one kernel reads dy and x and writes dx, a second reads both again for the weights
-_passes("layer_norm native_layer_norm rms_norm _fused_rms_norm", Passes(results=2, gradients=3, kernels=2))
-# statistics first, then the values: x is read twice, and dy and x are read twice
-_passes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit group_norm instance_norm",
-        Passes(inputs=2, results=2, gradients=3, kernels=2))  # fmt: skip
-_passes("sum mean nansum", Passes(results=1, gradients=1))
-_passes("var std var_mean std_mean logsumexp linalg_vector_norm norm", Passes(inputs=1, gradients=2))
-_passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, gradients=1))  # digits one after the other
-_passes("nll_loss nll_loss_nd", Passes(inputs=0, gradients=1))  # one score a row is read, zeros are written for all
-_passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, gradients=1))  # the mask too
-
-FUNCTIONS = frozenset(
-    """gelu silu mish elu selu celu softplus tanh sigmoid log_sigmoid exp exp2 expm1 log log2 log10 log1p sin cos tan
-    erfc erfinv pow softmax _softmax log_softmax _log_softmax logsumexp sinh cosh asin acos atan atan2 lgamma
-    erf""".split()
-)
-"""What is computed rather than moved, where there are no units for it."""
-
-POOLS = frozenset(f"{name}{n}d{more}" for name in ("max_pool", "adaptive_max_pool") for n in "123"
-                  for more in ("", "_with_indices"))  # fmt: skip
-"""What compares neighbours, forward."""
-
-VIEWS = frozenset(
-    """view _unsafe_view reshape flatten unflatten squeeze unsqueeze permute transpose t detach view_as_real
-    view_as_complex movedim swapaxes expand expand_copy broadcast_to diagonal alias numpy_T mT conj real imag""".split()
-)
-PARTS = frozenset("split split_with_sizes chunk tensor_split unbind slice select narrow unfold".split())
-LOOKUPS = frozenset("embedding embedding_bag index index_select gather take take_along_dim".split())
-JOINED = frozenset("cat concat concatenate stack hstack vstack".split())
-CREATED = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
 
 LARGE = 1e9
 """The side of a product that nothing is known of."""
@@ -111,26 +46,15 @@ MASKED = 1.6
 
 def op_time(call: LocalCall, device: Device) -> OpTime:
     """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
-    kind, is_product = _known(call.op.target)
-    special = _SPECIAL.get(kind)
-    if special is not None:
-        return special(call, device)
-    if is_product or (is_product is None and _does_much(call)):
-        return _product(call, device)
-    return _pointwise(call, device, PASSES.get(kind, POINTWISE))
+    kernel = spec_of(call.op.target).kernel
+    if kernel is None and not call.op.target.startswith("aten.") and _does_much(call):
+        kernel = Kernel.MATMUL
+    return _TIMES.get(kernel, _pointwise)(call, device)
 
 
 def join_time(bytes: float, uses: int, device: Device) -> float:
     """Backward: a value of so many bytes that is used several times gets the sum of its gradients, one by one."""
     return max(0, uses - 1) * device.op_time(0.0, 3.0 * bytes, "pointwise", "")
-
-
-@lru_cache(maxsize=4096)
-def _known(target: str) -> tuple[str, bool | None]:
-    """An op without its room and overload ("layer_norm"), and whether it is a product (None: its name does not say)."""
-    parts = target.split(".")
-    kind = parts[1] if len(parts) > 1 else target
-    return kind, any(word in kind for word in PRODUCTS) if target.startswith("aten.") else None
 
 
 def _does_much(call: LocalCall) -> bool:
@@ -151,7 +75,7 @@ def _moved(bytes: float, device: Device, kernels: int = 1, kind: Kind = "pointwi
 
 
 def _product(call: LocalCall, device: Device) -> OpTime:
-    kind: Kind = "convolution" if "conv" in call.op.target else "matmul"
+    kind: Kind = "convolution" if spec_of(call.op.target).kernel is Kernel.CONVOLUTION else "matmul"
     forward = _product_time(call, device, kind, call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
@@ -161,14 +85,12 @@ def _product(call: LocalCall, device: Device) -> OpTime:
 
 def _operands(call: LocalCall) -> tuple[LocalTensor, ...]:
     """What is multiplied: not what is added to it."""
-    kind, _ = _known(call.op.target)
-    if kind == "einsum":
-        return call.inputs
-    return call.inputs[1:3] if kind in ("addmm", "baddbmm", "addbmm", "addmv") else call.inputs[:2]
+    operands = spec_of(call.op.target).operands
+    return call.inputs if operands is None else tuple(call.inputs[at] for at in operands if at < len(call.inputs))
 
 
 def _product_time(call: LocalCall, device: Device, kind: Kind, flops: float) -> float:
-    dtype = next((tensor.dtype for tensor in call.inputs if _floating(tensor.dtype)), "float32")
+    dtype = next((tensor.dtype for tensor in call.inputs if tensor.floating), "float32")
     return device.op_time(flops, _bytes(call), kind, units(device, dtype))
 
 
@@ -182,10 +104,6 @@ def units(device: Device, dtype: str) -> str:
     if dtype in ("complex128",) and "float64" in known:
         return "float64"
     return "float32" if "float32" in known else next(iter(known))
-
-
-def _floating(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _smallest_side(call: LocalCall) -> float:
@@ -219,13 +137,14 @@ def _attention(call: LocalCall, device: Device) -> OpTime:
 # -- what goes over memory
 
 
-def _pointwise(call: LocalCall, device: Device, passes: Passes) -> OpTime:
+def _pointwise(call: LocalCall, device: Device) -> OpTime:
+    spec = spec_of(call.op.target)
+    passes = spec.passes
     written = sum(tensor.bytes for tensor in call.outputs)
     is_bias = call.op.name.endswith("/ bias")  # folded into the product before it
     forward = 0.0 if is_bias else passes.inputs * sum(tensor.bytes for tensor in call.inputs) + passes.outputs * written
-    name = _known(call.op.target)[0]
-    kind: Kind = "function" if name in FUNCTIONS else "pointwise"
-    first: Kind = "pooling" if name in POOLS else kind
+    kind: Kind = "function" if spec.kernel is Kernel.FUNCTION else "pointwise"
+    first: Kind = "pooling" if spec.kernel is Kernel.POOLING else kind
     if not call.gradient:
         return OpTime(_moved(forward, device, 1, first), 0.0)
     backward = 0.0
@@ -271,7 +190,7 @@ def _lookup(call: LocalCall, device: Device) -> OpTime:
     On CUDA the ids are sorted first, so that rows are added in one order.
     """
     read = sum(tensor.bytes for tensor in call.outputs)
-    ids = sum(tensor.bytes for tensor in call.inputs if not _floating(tensor.dtype))
+    ids = sum(tensor.bytes for tensor in call.inputs if not tensor.floating)
     forward = _moved(2.0 * read + ids, device)
     if not call.gradient:
         return OpTime(forward, 0.0)
@@ -290,15 +209,18 @@ def _creation(call: LocalCall, device: Device) -> OpTime:
     return OpTime(_moved(sum(tensor.bytes for tensor in call.outputs), device), 0.0)
 
 
-_SPECIAL: dict[str, Callable[[LocalCall, Device], OpTime]] = {
-    **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(PARTS, _part),
-    **dict.fromkeys(LOOKUPS, _lookup),
-    **dict.fromkeys(JOINED, _joined),
-    **dict.fromkeys(CREATED, _creation),
-    "scaled_dot_product_attention": _attention,
-    "cross_entropy_loss": _cross_entropy,
+_TIMES: dict[Kernel | None, Callable[[LocalCall, Device], OpTime]] = {
+    Kernel.MATMUL: _product,
+    Kernel.CONVOLUTION: _product,
+    Kernel.ATTENTION: _attention,
+    Kernel.VIEW: _view,
+    Kernel.PART: _part,
+    Kernel.LOOKUP: _lookup,
+    Kernel.JOIN: _joined,
+    Kernel.CREATION: _creation,
+    Kernel.CROSS_ENTROPY: _cross_entropy,
 }
+"""All others go over memory."""
 
 
 # -- the optimizer

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
-from ..rules import Analysis, Signature
-from ..rules.user_calls import OPAQUE
-
-PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "addmm", "baddbmm", "mv", "attention")
+from ..ops import Kernel, spec_of
+from ..ops.user_calls import OPAQUE, has_experts
+from ..rules import Analysis, OpCall, Signature
 
 
 def is_matmul(signature: Signature) -> bool:
-    if not signature.op.target.startswith("aten."):  # an own op that sums something is taken for a product
-        return is_experts(signature) or bool(signature.rule and signature.rule.sums)
-    return _is_product(signature.op.target)
-
-
-@cache
-def _is_product(target: str) -> bool:
-    return any(word in target.split(".")[1] for word in PRODUCTS)
-
-
-def is_experts(signature: Signature) -> bool:
-    """A layer of experts, which is kept as one op."""
-    return signature.op.target == OPAQUE and bool(signature.op.argument("rule"))
+    if not signature.op.target.startswith("aten."):  # a custom op that sums something is taken for a matmul
+        return has_experts(signature.op) or bool(signature.rule and signature.rule.sums)
+    return spec_of(signature.op.target).is_matmul
 
 
 def flops(signature: Signature) -> float:
-    """Two for each multiply-add of a product, one for each element of anything else."""
-    atoms, values = signature.analysis.atoms, signature.analysis.graph.values
-    size = max((values[name].elements for name in signature.op.outputs), default=0)
-    if signature.op.target == OPAQUE and not is_experts(signature):
-        return max(float(size), _inside(signature))
+    """Two for each multiply-add of a matmul, one for each element of anything else, unless an op says."""
+    op, values = signature.op, signature.analysis.graph.values
+    spec = spec_of(op.target)
+    if spec.flops is not None:
+        call = OpCall(op, tuple(values[name] for name in op.inputs), tuple(values[name] for name in op.outputs))
+        return spec.flops(call)
+    size = max((values[name].elements for name in op.outputs), default=0)
     if not is_matmul(signature):
         return float(size)
-    if is_experts(signature):  # each token meets k of the experts
-        shapes = [values[name].shape for name in signature.op.inputs]
-        return 2.0 * math.prod(shapes[1]) * sum(math.prod(shape[1:]) for shape in shapes[3:] if len(shape) > 2)
-    if "attention" in signature.op.target:
-        q, k = values[signature.op.inputs[0]].shape, values[signature.op.inputs[1]].shape
-        return 4.0 * math.prod(q) * k[-2]
+    if spec.kernel is Kernel.ATTENTION:
+        return 4.0 * math.prod(values[op.inputs[0]].shape) * values[op.inputs[1]].shape[-2]
+    atoms = signature.analysis.atoms
     inside = [label for label in (signature.rule.sums if signature.rule else ()) if label in signature.labels]
     work = 2.0 * size * math.prod(atoms.product(signature.labels[label]) for label in inside)
-    if "conv" in signature.op.target:
-        work *= math.prod(values[signature.op.inputs[1]].shape[2:])
+    if spec.kernel is Kernel.CONVOLUTION:
+        work *= math.prod(values[op.inputs[1]].shape[2:])
     return work
 
 
@@ -60,11 +47,3 @@ def training_flops(analysis: Analysis) -> float:
             operands = [values[name] for name in signature.op.inputs if len(values[name].shape) > 1]
             total += flops(signature) * (1 + min(2, sum(operand.gradient for operand in operands)))
     return total
-
-
-def _inside(signature: Signature) -> float:
-    """What an opaque submodule may do: every row meets every parameter, since nobody looks inside."""
-    values, op = signature.analysis.graph.values, signature.op
-    positions = math.prod(values[op.outputs[0]].shape[:-1]) if op.outputs else 0
-    weights = op.inputs[len(op.argument("tensors")) :]
-    return 2.0 * positions * sum(values[name].elements for name in weights)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..ir import Graph, Op
-from ..rules import DROPOUTS
+from ..ops.random import DROPOUTS
 from .calls import call_text
 from .names import Names
 from .sizes import SizeNames

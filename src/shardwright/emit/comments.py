@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ..ir import Op
 from ..lower import LoweredProgram, reshard_kind
-from ..lower.program import sizes_of
 from ..plan.pipeline import MB
 from .sizes import SizeNames
 
@@ -47,4 +46,4 @@ def shape_of(name: str, program: LoweredProgram, sizes: SizeNames) -> str:
     """The local shape of a value, in the names of sizes."""
     if name.endswith("@sum") or name.startswith("count@"):
         return "[]"
-    return f"[{', '.join(sizes.text(size).replace(' ', '') for size in sizes_of(program, name))}]"
+    return f"[{', '.join(sizes.text(size).replace(' ', '') for size in program.sizes_of(name))}]"

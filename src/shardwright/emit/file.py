@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from ..ir import Op
 from ..layout import REPLICATE, Mesh
 from ..lower import LoweredProgram
+from ..ops.user_calls import OPAQUE
 from ..plan.pipeline import MB
 from ..rules import is_random
-from ..rules.user_calls import OPAQUE
 from .branches import branch_method
-from .calls import PRINTERS, call_text, function_name, returns_list
+from .calls import call_text, function_name, is_user_function, returns_list
 from .comments import comment_on, shape_of
 from .layers import RESERVED, Folder, Invoke, Item, LayerLoop, Method
 from .lines import narrowed
@@ -49,7 +49,7 @@ class FileWriter:
     def __init__(self, program: LoweredProgram) -> None:
         self.program = program
         self.class_name = _class_name(program.graph.name)
-        called = {op.target for op in program.body if op.target.startswith("call.") and op.target not in PRINTERS}
+        called = {op.target for op in program.body if is_user_function(op)}
         self.functions = {function_name(path): path for path in sorted(name.removeprefix("call.") for name in called)}
         self.sizes = SizeNames(program, [self.class_name, *self.functions])
         self.parts = program.mesh.sizes

@@ -10,37 +10,13 @@ from typing import Any
 from ..ir import Dtype, Op, Slot
 from ..layout import Block, Shard, chunk_bounds
 from ..lower import LoweredProgram, Size
+from ..ops.reading import UnreadableLineError, dotted
 from ..plan.pipeline import MB
-from .parse import UnreadableLineError, base_name, dotted, parse_line
+from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 GROUPS = ("axes", "rows", "classes", "home")
 """Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
-
-_LABELS = {"ignore_index": -100, "reduction": 1}
-UNSAID: dict[str, dict[str, Any]] = {
-    "embedding": {"padding_idx": -1}, "runtime.embedding_rows": {"padding_idx": -1},
-    "_softmax": {"half_to_float": False}, "slice": {"start": 0, "step": 1}, "add": {"alpha": 1}, "sub": {"alpha": 1},
-    "sum": {"dim": ()}, "mean": {"dim": ()}, "constant_pad_nd": {"value": 0}, "pad": {"mode": "constant", "value": 0},
-    "cross_entropy_loss": {**_LABELS, "label_smoothing": 0.0}, "mse_loss": {"reduction": 1},
-    "runtime.cross_entropy": {**_LABELS, "label_smoothing": 0.0}, "l1_loss": {"reduction": 1},
-    "runtime.nll_loss": _LABELS,
-    "runtime.begin_count": {"ignore_index": -100}, "runtime.count_labels": {"ignore_index": -100},
-    "scaled_dot_product_attention": {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False},
-    "runtime.attention": {"is_causal": False, "enable_gqa": False}, "runtime.batch_norm": {"training": True},
-    "runtime.dropout": {"train": True}, "cat": {"dim": 0}, "stack": {"dim": 0}, "split": {"dim": 0},
-    "split_with_sizes": {"dim": 0}, "select": {"dim": 0}, "convolution": {"transposed": False},
-}  # fmt: skip
-"""Values that an op and its line may say or leave out, the one without the other."""
-
-STATES = {"comm.all_reduce_to_r": "dst", "comm.all_gather_to_r": "dst", "comm.shard_from_r": "src"}
-"""Reshards that are said with a state, `dst=R`: the keyword of each."""
-
-NOT_PRINTED = {
-    "call.opaque": ("names", "batch", "rule"), "runtime.experts": ("names", "batch", "rule"),
-    "call.cond": ("operands", "then_takes", "other_takes"),
-}  # fmt: skip
-"""Arguments that say how an op is planned and not what its line calls."""
 
 Place = Mapping[str, int]
 """Coordinates of a rank on the axes of the mesh."""
@@ -201,7 +177,7 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
     path = scope.file.functions.get(dotted(node.func)) if isinstance(node, ast.Call) else None
     if path is not None and op.target != f"call.{path}":
         yield f"it calls {path}"
-    unsaid = UNSAID.get(op.target, UNSAID.get(base_name(op), {}))
+    unsaid = spec_of_line(op).unsaid
     for name, value in expected(op, scope).items():
         written = read.pop(name, None)
         if written is None:
@@ -216,34 +192,21 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
 
 def expected(op: Op, scope: Scope) -> dict[str, Any]:
     """The arguments that a line of an op has to give."""
-    arguments = {name: value for name, value in op.arguments if name not in NOT_PRINTED.get(op.target, ())}
+    spec = spec_of_line(op)
+    arguments = {name: value for name, value in op.arguments if name not in spec.unprinted}
     if op.target.startswith("comm."):
         for flag in ("later", "in_place"):  # they choose the callee
             arguments.pop(flag, None)
-        if op.target in STATES:
-            arguments[STATES[op.target]] = "R"
-        return {"x": Slot(0), **arguments}
-    if op.target == "call.cond":
-        operands = op.argument("operands")
-        for role in ("then", "other"):
-            arguments[f"{role}_operands"] = tuple(operands[at] for at in op.argument(f"{role}_takes"))
-    if op.target in ("call.opaque", "runtime.experts"):
-        lead = op.argument("op_key").split("@")[0]
-        pairs = zip(op.argument("names"), op.argument("held"), strict=True)
-        places = scope.file.keys
-        arguments["held"] = {
-            name: slot
-            for name, slot in pairs
-            if places.get(f"{lead}.{name}" if lead else name) != op.inputs[slot.index]
-        }
-    return arguments
+        state = {spec.state: "R"} if spec.state is not None else {}
+        return {"x": Slot(0), **arguments, **state}
+    return arguments if spec.expects is None else spec.expects(op, arguments, scope.file.keys)
 
 
 def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
     aten = op.target.startswith(("aten.", "weights."))
     if name in GROUPS and isinstance(value, tuple) and not aten:
         return scope.group(node) == value if value else _is_constant(node, None)
-    if name == STATES.get(op.target):
+    if name == spec_of_line(op).state:
         return isinstance(node, ast.Name) and node.id == value
     if name == "reduction":
         named = REDUCTIONS.get(str(node.value)) if isinstance(node, ast.Constant) else None
@@ -267,12 +230,9 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
         return True
     if name in ("sharding", "to_sharding") and op.target.startswith(("comm.", "runtime.all_gather_linears")):
         return _is_plain(value, op, scope)
-    if op.target == "aten.slice.Tensor" and name == "end":
-        return isinstance(value, int) and value > 1 << 60
-    if base_name(op) == "embedding" or op.target == "runtime.embedding_rows":
-        return name == "padding_idx" and value < 0
-    if base_name(op) == "convolution" and name == "output_padding":
-        return not op.argument("transposed") or not any(value)
+    leaves_out = spec_of_line(op).leaves_out
+    if leaves_out is not None:
+        return leaves_out(op, name, value)
     return not op.target.startswith("aten.") and value in (False, ())
 
 

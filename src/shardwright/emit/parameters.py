@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..ir.graph import ITEM_SIZE
 from ..layout import REPLICATE
 from ..lower import LoweredProgram, ParameterPlacement
+from ..ops.printing import plain, show_shard
 from .layers import layer_of
-from .printing import plain, show_shard
 
 
 def unit_of(key: str) -> str:

@@ -23,12 +23,12 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..layout import Axis
 from ..lower import LoweredProgram
+from ..ops.reading import dotted, keywords
 from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults
 from .parameters import unit_of
-from .parse import dotted, keywords
 
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""

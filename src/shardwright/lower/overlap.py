@@ -7,15 +7,10 @@ from dataclasses import replace
 from ..ir import Op, Value
 from ..ir.graph import Slot
 from ..layout import replicated
+from ..ops import spec_of
+from ..ops.losses import COUNTED
 from .label_counts import count_op, from_inputs, with_label_count
-from .local import COUNTED
 from .program import LoweredProgram
-
-FRESH = frozenset(
-    "aten.linear.default aten.mm.default aten.addmm.default aten.bmm.default aten.matmul.default "
-    "aten.embedding.default runtime.embedding_rows".split()
-)
-"""Ops whose result is a tensor of its own that their backward does not read."""
 
 LINEARS = {"replicate": "runtime.replicate_linears", "all_gather_to_r": "runtime.all_gather_linears"}
 _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
@@ -73,18 +68,14 @@ def in_place(program: LoweredProgram) -> LoweredProgram:
 
     def only_reader(op: Op) -> bool:
         source = op.inputs[0]
-        return source in makers and makers[source].target in FRESH and len(users[source]) == 1 and source not in needed
+        alone = len(users[source]) == 1 and source not in needed
+        return source in makers and alone and spec_of(makers[source].target).fresh
 
     body = tuple(
         op.with_arguments(in_place=True) if op.target == "comm.all_reduce" and only_reader(op) else op
         for op in program.body
     )
     return program.with_(body=body)
-
-
-PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.convolution.default", "aten.conv1d.default",
-            "aten.conv2d.default", "aten.conv3d.default")  # fmt: skip
-"""Ops whose weight gradients can be computed later."""
 
 
 def put_off(program: LoweredProgram) -> LoweredProgram:
@@ -94,8 +85,8 @@ def put_off(program: LoweredProgram) -> LoweredProgram:
     trainable = {holding.value for holding in program.parameters if holding.trainable}
 
     def later(op: Op) -> bool:
-        known = op.target in PRODUCTS and not op.argument("transposed") and op.autocast is None and not op.no_grad
-        return known and any(name in trainable for name in op.inputs)
+        known = op.target.endswith(".default") and spec_of(op.target).delays_weights and not op.argument("transposed")
+        return known and op.autocast is None and not op.no_grad and any(name in trainable for name in op.inputs)
 
     body = tuple(replace(op, target=f"weights.{op.target}") if later(op) else op for op in program.body)
     return program.with_(body=body)

@@ -128,17 +128,18 @@ class LoweredProgram:
                 users.setdefault(name, []).append(op)
         return users
 
+    def sizes_of(self, value: str) -> tuple[Size, ...]:
+        """The local size of every dim of a value, in atoms."""
+        dims, layout = self.analysis.dims[graph_value(value)], self.layouts[value]
+        return tuple(_size(self, dim, layout.shards[at]) for at, dim in enumerate(dims))
+
+    def varies_in_time(self, axis: str) -> bool:
+        """Whether an axis is that of the microbatches, which differ anyway."""
+        return axis == MB
+
     def needed(self) -> set[str]:
         """The values that leave the program."""
         return {name for name in self.outputs if name is not None} | {name for _, name in self.updates}
-
-
-def sizes_of(program: LoweredProgram, value: str) -> tuple[Size, ...]:
-    """The local size of every dim of a value, in atoms."""
-    origin = graph_value(value)
-    dims = program.analysis.dims[origin]
-    layout = program.layouts[value]
-    return tuple(_size(program, dim, layout.shards[at]) for at, dim in enumerate(dims))
 
 
 def graph_value(value: str) -> str:

@@ -14,10 +14,10 @@ from typing import cast
 from ..errors import LoweringError, raise_all
 from ..ir import Op, Value
 from ..layout import Reduction, replicated
+from ..ops.losses import COUNTED
 from ..plan.pipeline import MB
 from ..reshard import COLLECTIVES
 from .label_counts import count_op, from_inputs, with_label_count
-from .local import COUNTED
 from .program import LoweredProgram, PrologueValue
 from .tidy import prune
 

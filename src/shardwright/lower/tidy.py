@@ -8,8 +8,9 @@ from dataclasses import replace
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import join_shards
+from ..ops import Kernel, spec_of
+from ..ops.losses import COUNTED
 from ..plan.pipeline import MB
-from .local import COUNTED
 from .program import LoweredProgram
 
 SUMS = ("comm.all_reduce", "comm.replicate", "comm.all_reduce_to_r", "comm.reduce")
@@ -56,7 +57,6 @@ def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
 
 
 SHARES = ("comm.shard", "comm.shard_from_r")
-DENSE = "linear mm bmm matmul addmm layer_norm embedding embedding_rows".split()  # what they make lies in order
 
 
 def relax_layouts(program: LoweredProgram) -> LoweredProgram:
@@ -70,7 +70,7 @@ def relax_layouts(program: LoweredProgram) -> LoweredProgram:
         joined = op.target.startswith("comm.") and any(op.argument(key) for key in ("dim", "to_dim"))
         if op.target in SHARES or joined:
             loose.update(op.outputs)
-        elif any(name in loose for name in op.inputs) and op.target.split(".")[1] not in DENSE:
+        elif any(name in loose for name in op.inputs) and not spec_of(op.target).dense:
             if op.target == "aten.view.default":
                 arguments = tuple(("shape" if name == "size" else name, value) for name, value in op.arguments)
                 op = replace(op, target="aten.reshape.default", arguments=arguments)
@@ -148,14 +148,15 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
         if product is None or len(product.inputs) != 2 or product.name in replaced:
             continue
         bias, view = op.inputs[1], producers.get(op.inputs[1])
-        spatial = product.target in ("aten.convolution.default", "aten.conv2d.default", "aten.conv1d.default")
+        spec = spec_of(product.target)
+        if not spec.folds_bias or not product.target.endswith(".default"):  # padding="same" is another overload
+            continue
+        spatial = spec.kernel is Kernel.CONVOLUTION
         if spatial and view is not None and view.target in ("aten.view.default", "aten.reshape.default"):
             bias = view.inputs[0]
         elif spatial:
             continue
         alone = len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed
-        if product.target not in ("aten.linear.default", "aten.mm.default") and not spatial:
-            continue
         if (product.no_grad, product.autocast, product.region) != (op.no_grad, op.autocast, op.region):
             continue
         if spatial and not _per_channel(program.values[op.inputs[1]].shape, program.values[op.outputs[0]].shape):

@@ -10,12 +10,12 @@ from functools import cached_property
 
 from ..cost import TrainingSetup, flops, is_matmul, local_call
 from ..cost.saved_for_backward import saved_bytes
-from ..cost.strides import VIEWS, op_kind
 from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Mesh
+from ..ops import spec_of
+from ..ops.user_calls import OPAQUE
 from ..rules import Analysis
-from ..rules.user_calls import OPAQUE
 
 ALONE = Mesh(axes=())
 
@@ -101,4 +101,4 @@ class OpKinds:
 
 def aliases_input(op: Op) -> bool:
     """Whether what an op makes lies in the storage of its input."""
-    return op_kind(op.target) in VIEWS
+    return spec_of(op.target).view is not None

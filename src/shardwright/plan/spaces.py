@@ -20,7 +20,7 @@ from itertools import product
 import numpy as np
 
 from ..cost import local_call
-from ..cost.algorithm_collectives import AlgorithmCollective, algorithm_collectives
+from ..cost.algorithm_collectives import algorithm_collectives
 from ..cost.reshard_prices import ReshardPrices
 from ..cost.resources import COUNT, Resource
 from ..cost.saved_for_backward import saved_bytes
@@ -29,6 +29,7 @@ from ..errors import PlanError
 from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
+from ..ops.contexts import AlgorithmCollective
 from ..rules import FAN, ROWS, Role, Signature
 from .constraints import ChoiceDemand
 from .op_kinds import OpKinds

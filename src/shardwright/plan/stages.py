@@ -23,7 +23,8 @@ from functools import cached_property
 from ..cost import is_matmul
 from ..errors import PlanError
 from ..ir import Graph, Input, Op, Output
-from ..rules import DROPOUTS, Analysis, is_random
+from ..ops.random import DROPOUTS
+from ..rules import Analysis, is_random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

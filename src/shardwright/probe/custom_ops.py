@@ -80,8 +80,8 @@ class CustomOp:
 
 def custom_rule(own: CustomOp, rule: RuleLike, call: OpCall) -> Rule | None:
     """The rule for a call."""
-    arguments = {p.name: call.op.argument(p.name, None if p.default is NOTHING else p.default) for p in own.parameters}
-    text = rule if isinstance(rule, str) else _call_rule(rule, {k: _shown(v, call) for k, v in arguments.items()})
+    arguments = _arguments(own, call)
+    text = rule if isinstance(rule, str) else of_arguments(own, rule, call)
     if text is None:
         return None
     parsed = parse(text)
@@ -95,11 +95,16 @@ def custom_rule(own: CustomOp, rule: RuleLike, call: OpCall) -> Rule | None:
     return replace(parsed, inputs=terms, sizes={**parsed.sizes, **sizes}, local=local)
 
 
-def _call_rule(rule: Callable[..., str | None], arguments: Mapping[str, Any]) -> str | None:
-    """Call a rule function with the arguments it names; tensors come as shape and dtype."""
-    wanted = inspect.signature(rule).parameters
+def _arguments(own: CustomOp, call: OpCall) -> dict[str, Any]:
+    return {p.name: call.op.argument(p.name, None if p.default is NOTHING else p.default) for p in own.parameters}
+
+
+def of_arguments(own: CustomOp, function: Callable[..., Any], call: OpCall) -> Any:
+    """Call a user's function with the arguments that it names; tensors come as shape and dtype."""
+    wanted = inspect.signature(function).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted.values())
-    return rule(**{name: value for name, value in arguments.items() if every or name in wanted})
+    shown = {name: _shown(value, call) for name, value in _arguments(own, call).items()}
+    return function(**{name: value for name, value in shown.items() if every or name in wanted})
 
 
 def _shown(argument: Any, call: OpCall) -> Any:

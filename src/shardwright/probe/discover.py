@@ -21,8 +21,8 @@ from ..capture import ImportedFunction
 from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Graph, Input, Op, Output
+from ..ops.user_calls import COND, OPAQUE, SCAN, WHILE
 from ..rules import ROWS, Find, OpCall, Rule, analyse, find_rule
-from ..rules.user_calls import COND, OPAQUE, SCAN, WHILE
 from .check import Run, backward, check_role, parts_of
 from .samples import NotProbed, Sample, make_sample
 from .search import ProbeResult, search

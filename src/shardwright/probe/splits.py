@@ -19,8 +19,8 @@ import torch
 
 from ..errors import LoweringError, raise_all
 from ..ir import Op
+from ..ops.user_calls import OPAQUE
 from ..rules import FAN, ROWS, Analysis, OpCall, Rule, analyse, find_rule
-from ..rules.user_calls import OPAQUE
 from .check import WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample

@@ -21,8 +21,8 @@ from ..capture import ImportedFunction
 from ..capture.interpret import run_op
 from ..errors import PlanError
 from ..ir import Dtype, Graph, Op, Value, check
+from ..ops.user_calls import OPAQUE
 from ..rules import Analysis
-from ..rules.user_calls import OPAQUE
 from .arguments import Resized, resize_arguments
 from .sizes import Sizes, leaves
 

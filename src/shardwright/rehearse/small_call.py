@@ -15,7 +15,7 @@ from ..capture import CapturedGraph, OpaqueBody, OpaqueCall
 from ..capture.user_calls.opaque_call import OpaqueOutput, runner
 from ..errors import NonFiniteError
 from ..ir import Graph, Op
-from ..rules.user_calls import OPAQUE
+from ..ops.user_calls import OPAQUE
 from ..verify.run import MakeOptimizer, VerifyTask, loss_of
 from .draws import buffer, graph_input, module_of
 from .layers import Rename

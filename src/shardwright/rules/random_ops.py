@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from ..ir import Graph, Op
-
-DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
-BY_POSITION = (*DROPOUTS, "aten.scaled_dot_product_attention.default", "runtime.dropout", "runtime.attention")
-"""Ops whose masks are drawn by where a piece stands in the whole."""
+from .registry import KEYED
 
 
 def is_random(op: Op) -> bool:
     """Random ops other than dropout have no masks by position: all ranks draw the same, whole."""
-    return op.draws and op.target not in BY_POSITION
+    return op.draws and op.target not in KEYED
 
 
 def constants_of(graph: Graph) -> frozenset[str]:

@@ -1,12 +1,11 @@
-"""Which rule belongs to which op: one table, filled by the family files and by users."""
+"""Which rule belongs to which op: one table, filled from the definitions of ops (`ops/`) and by users."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from string import ascii_lowercase
 
-from ..errors import RuleError
 from ..ir import Op, Value
 from .notation import Rule, parse
 
@@ -53,35 +52,18 @@ class OpCall:
 RuleFunction = Callable[[OpCall], "Rule | str | None"]
 
 _TABLE: dict[str, RuleFunction] = {}
+KEYED: set[str] = set()
+"""Ops whose random masks are drawn by the position of an element in the full tensor."""
 
 
-def rule(*targets: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a function of the call that returns the rule, as text or parsed, for some aten ops."""
-
-    def register(function: RuleFunction) -> RuleFunction:
-        for target in targets:
-            name = target if "." in target else f"aten.{target}.default"
-            if name in _TABLE:
-                raise RuleError(f"{name} has a rule already")
-            _TABLE[name] = function
-        return function
-
-    return register
+def register(target: str, rule: RuleFunction) -> None:
+    """Set or replace the rule of an op."""
+    _TABLE[target] = rule
 
 
-def fixed(text: str, *targets: str) -> None:
-    """Register one rule for ops whose arguments don't matter."""
-    parsed = parse(text)
-    rule(*targets)(lambda call: parsed)
-
-
-def register(target: str, text: str | RuleFunction) -> None:
-    """Set or replace the rule of an op that is not one of torch's own."""
-    if isinstance(text, str):
-        parsed = parse(text)
-        _TABLE[target] = lambda call: parsed
-    else:
-        _TABLE[target] = text
+def has_rule(target: str) -> bool:
+    """Whether there is a rule for some calls of an op."""
+    return target in _TABLE
 
 
 def find_rule(call: OpCall) -> Rule | None:
@@ -101,7 +83,3 @@ def known_targets() -> frozenset[str]:
 def letters(count: int, prefix: str = "") -> list[str]:
     """Labels for dims that have no better name."""
     return [prefix + (ascii_lowercase[index] if index < 26 else f"x{index}") for index in range(count)]
-
-
-def split_words(labels: Iterable[str]) -> str:
-    return " ".join(labels)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from ..ir import Op, Slot
 from ..layout import Layout, local_region
 from ..lower import LoweredProgram, Size
 from ..lower.program import graph_value
+from ..ops import spec_of
+from ..ops.contexts import RuntimeArguments
+from ..ops.user_calls import OPAQUE
 from ..rules import is_random
-from ..rules.user_calls import OPAQUE
 from ..runtime import Group, Groups
 from ..runtime.algorithms.experts import experts
 from ..runtime.algorithms.random import Randomness
@@ -35,7 +37,6 @@ Use = tuple[str, str, int]
 """An op, the graph's name of a value that it reads, and which of its readings of it (x * x has two)."""
 
 Call = Callable[[Op, Sequence[Tensor]], Sequence[Tensor | None]]
-REDUCTIONS: tuple[Literal["none", "mean", "sum"], ...] = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +122,9 @@ class ProgramInterpreter:
         )
 
     def call(self, op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        room, _, kind = op.target.partition(".")
-        if room == "comm":
-            return (self._convert(op, kind, tensors[0]),)
-        if room == "runtime":
-            result = getattr(self, f"_{kind}")(_Arguments(op, tensors))
+        runs = spec_of(op.target).runs
+        if runs is not None:
+            result = runs(self, _Arguments(op, tensors))
             outputs = result if isinstance(result, tuple) else (result,)
             return outputs[: len(op.outputs)]
         key = op.argument("op_key") if op.target == OPAQUE else op.name if is_random(op) else None
@@ -142,101 +141,21 @@ class ProgramInterpreter:
             return argument.local(self.program.mesh.sizes, self.at)
         return tuple(self._local(inner) for inner in argument) if isinstance(argument, tuple) else argument
 
-    def _convert(self, op: Op, kind: str, x: Tensor) -> Tensor:
-        group = self.groups[op.argument("axes")]
-        dim, sharding = op.argument("dim"), op.argument("sharding")
-        if kind == "all_to_all":
-            return comm.all_to_all(x, dim, op.argument("to_dim"), group, sharding, op.argument("to_sharding"))
-        if kind == "reduce":
-            return comm.all_reduce(x, group, op=op.argument("op"))
-        if op.argument("in_place"):
-            return comm.all_reduce_(x.clone(), group)  # the value before it is kept here
-        states = {
-            "all_reduce_to_r": {"dst": comm.R},
-            "all_gather_to_r": {"dst": comm.R},
-            "shard_from_r": {"src": comm.R},
-        }
-        function = getattr(comm, kind.removesuffix("_to_r").removesuffix("_from_r"))
-        where = (group,) if dim is None else (dim, group, sharding)
-        resharded: Tensor = function(x, *where, **states.get(kind, {}))
-        return resharded
+    # What ops of the runtime are run with (`RankRun`).
 
-    def _group(self, axes: tuple[str, ...] | None) -> Group | None:
+    runtime, comm, experts = runtime, comm, staticmethod(experts)
+
+    def group(self, axes: str | tuple[str, ...] | None) -> Group | None:
         return self.groups[axes] if axes else None
 
-    # The algorithms, by the names that lowering gives them.
+    def call_custom(self, function: Callable[..., Any], arguments: RuntimeArguments) -> Any:
+        op = replace(arguments.op, arguments=self._local(arguments.op.arguments))
+        return custom_call(function, op, arguments.tensors)
 
-    def _embedding_rows(self, a: _Arguments) -> Tensor:
-        padding = a["padding_idx"]
-        padding = None if padding is None or padding < 0 else padding
-        group = self.groups[a["axes"]]
-        return runtime.embedding_rows(
-            a["indices"], a["weight"], group, a["sharding"], rows=a["rows"], padding_idx=padding
-        )
-
-    def _experts(self, a: _Arguments) -> Tensor:
-        """The layer on this rank's experts, run as the opaque part that it is."""
-        state = dict(zip(a["names"], a["held"], strict=True))
-
-        def layer(tokens: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-            arguments = (tokens, numbers, shares)
-            with self.random.drawing(a["op_key"]):
-                output: Tensor = self._functions[OPAQUE].call(
-                    a["op_key"], a["batch"], a["rule"], arguments, tuple(state), tuple(state.values())
-                )[0]
-            return output
-
-        hidden, index, weights = a["tensors"]
-        return experts(layer, hidden, index, weights, self.groups[a["home"]], a["sharding"])
-
-    def _cross_entropy(self, a: _Arguments) -> Tensor:
-        return runtime.cross_entropy(
-            a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]),
-            sharding=a["sharding"], size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
-            reduction=REDUCTIONS[a.get("reduction", 1)], label_smoothing=a.get("label_smoothing", 0.0),
-            count=a["count"], whole=a.get("whole", False),
-        )  # fmt: skip
-
-    def _nll_loss(self, a: _Arguments) -> Tensor:
-        return runtime.nll_loss(
-            a["self"], a["target"], rows=self._group(a["rows"]), weight=a["weight"],
-            ignore_index=a.get("ignore_index", -100), reduction=REDUCTIONS[a.get("reduction", 1)],
-            count=a["count"], whole=a.get("whole", False),
-        )  # fmt: skip
-
-    def _begin_count(self, a: _Arguments) -> Tensor:
-        return runtime.begin_count(
-            a["target"], rows=self.groups[a["rows"]], weight=a["weight"], ignore_index=a.get("ignore_index", -100)
-        )()
-
-    def _replicate_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
-        return runtime.replicate_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
-
-    def _all_gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
-        group = self.groups[a["axes"]]
-        return runtime.all_gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["sharding"])
-
-    def _batch_norm(self, a: _Arguments) -> tuple[Tensor | None, ...]:
-        return runtime.batch_norm(
-            a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], True, a["momentum"], a["eps"],
-            self._group(a["axes"]),
-        )  # fmt: skip
-
-    def _custom_algorithm(self, a: _Arguments) -> Any:
-        call = runtime.custom_algorithm(a["path"], a["label"], self.groups[a["axes"]], a["size"])
-        return custom_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.tensors)
-
-    def _dropout(self, a: _Arguments) -> Tensor:
-        return self.random.dropout(a.tensors[0], a["p"], a["op_key"], self._splits(a))
-
-    def _attention(self, a: _Arguments) -> Tensor:
-        return self.random.attention(
-            a["query"], a["key"], a["value"], a["attn_mask"], a["dropout_p"], bool(a["is_causal"]), a["scale"],
-            bool(a["enable_gqa"]), op=a["op_key"], splits=self._splits(a),
-        )  # fmt: skip
-
-    def _splits(self, a: _Arguments) -> list[tuple[int, Group, Any]]:
-        return [(dim, self.groups[shard.axis], shard) for dim, shard in a["splits"]]
+    def call_opaque(self, arguments: RuntimeArguments, tensors: tuple[Any, ...]) -> Any:
+        state = tuple(arguments[name] for name in ("names", "held"))
+        passed = (arguments["op_key"], arguments["batch"], arguments["rule"], tensors, *state)
+        return self._functions[OPAQUE].call(*passed)[0]
 
 
 def custom_call(call: Callable[..., Any], op: Op, tensors: Sequence[Tensor]) -> Any:

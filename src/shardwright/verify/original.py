@@ -33,9 +33,10 @@ from ..capture.user_calls.opaque_call import forwards
 from ..compile import copy_to_meta
 from ..errors import InputError
 from ..ir import Graph, Op
+from ..ops.random import DROPOUTS
+from ..ops.user_calls import OPAQUE
 from ..precision import Precision
-from ..rules import DROPOUTS, is_random
-from ..rules.user_calls import OPAQUE
+from ..rules import is_random
 from ..runtime.algorithms.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
 from .run import Entry, Tensors, VerifyTask, first_names, follow, named_outputs, trainable

@@ -10,21 +10,14 @@ value of its root, and other views of that root are taken again when they are ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...ops import spec_of
 from ..failure import unsupported
-from .canonical import slice_bounds
 from .graph_builder import GraphBuilder, OpOrigin, ValueRef
 from .strided_access import element_numbers
-
-SHAPERS = {
-    "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze",
-    "aten.unsqueeze", "aten.view_as", "aten.reshape_as", "aten.alias", "aten.detach", "aten.detach_",
-    "aten.to", "aten.contiguous", "aten.type_as",
-}  # fmt: skip
-SELF_INVERSE = {"aten.transpose", "aten.t", "aten.swapaxes", "aten.swapdims", "aten.numpy_T", "aten.mT"}
 
 
 @dataclass(slots=True)
@@ -70,7 +63,7 @@ class TensorHandle:
         else:
             before = self.parent.read()
             new = _scatter(builder, self.view, before, name, place)
-            if self.view.target.startswith("aten.detach"):
+            if spec_of(self.view.target).gradient == "none":
                 new = _unnoticed(builder, before, new, place)
             self.parent.write(builder, new, place)
             self.seen = self.root().version
@@ -88,54 +81,58 @@ def _unnoticed(builder: GraphBuilder, old: str, new: str, place: OpOrigin) -> st
     return builder.emit_one("aten.add.Tensor", {"self": ValueRef(new), "other": ValueRef(nothing)}, info, place)
 
 
+@dataclass(frozen=True, slots=True)
+class WriteThrough:
+    """A write through a view (`ViewWrite`): what the view shows of its parent is replaced."""
+
+    builder: GraphBuilder
+    view: AliasView
+    parent_name: str
+    as_it_is: str
+    place: OpOrigin
+
+    @property
+    def target(self) -> str:
+        return self.view.target
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.view.arguments.items() if name not in ("self", "input")}
+
+    @property
+    def index(self) -> int:
+        return self.view.index
+
+    @property
+    def parent(self) -> ValueRef:
+        return ValueRef(self.parent_name)
+
+    @property
+    def new(self) -> ValueRef:
+        return ValueRef(self.as_it_is)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.builder.infos[self.parent_name].shape
+
+    @property
+    def new_shape(self) -> tuple[int, ...]:
+        return self.builder.infos[self.as_it_is].shape
+
+    def emit(self, target: str, /, **arguments: Any) -> str:
+        return self.builder.emit_one(target, arguments, self.builder.infos[self.parent_name], self.place)
+
+    def element_numbers(self, size: Sequence[int], strides: Sequence[int], offset: int) -> ValueRef:
+        return element_numbers(self.builder, size, strides, offset, self.place)
+
+
 def _scatter(builder: GraphBuilder, view: AliasView, parent: str, new: str, place: OpOrigin) -> str:
     """The parent with the part that `view` takes from it replaced by `new`."""
-    info = builder.infos[parent]
-    kind = view.target.rsplit(".", 1)[0]
-    options = {name: value for name, value in view.arguments.items() if name not in ("self", "input")}
-    both = {"self": ValueRef(parent), "src": ValueRef(new)}
-    if kind in SHAPERS:
-        if builder.infos[new].shape == info.shape:
-            return new
-        return builder.emit_one("aten.reshape.default", {"self": ValueRef(new), "shape": info.shape}, info, place)
-    if kind in SELF_INVERSE:
-        return builder.emit_one(view.target, {"self": ValueRef(new), **options}, info, place)
-    if kind == "aten.permute":
-        dims = [dim % len(info.shape) for dim in options["dims"]]
-        inverse = tuple(dims.index(dim) for dim in range(len(dims)))
-        return builder.emit_one("aten.permute.default", {"self": ValueRef(new), "dims": inverse}, info, place)
-    if kind == "aten.as_strided":
-        numbers = element_numbers(
-            builder, options["size"], options["stride"], options.get("storage_offset") or 0, place
+    write_back = spec_of(view.target).write_back
+    if write_back is None:
+        raise unsupported(
+            f"it writes in place through a view made by {view.target}",
+            place.source,
+            "Write out of place instead (x = x.index_put(...), torch.where, torch.cat).",
         )
-        written = {"self": ValueRef(parent), "index": numbers, "source": ValueRef(new)}
-        return builder.emit_one("aten.put.default", written, info, place)
-    if kind in ("aten.slice", "aten.select", "aten.diagonal"):
-        if kind == "aten.slice":
-            options = slice_bounds(options, info.shape)
-        return builder.emit_one(f"{kind}_scatter.default", {**both, **options}, info, place)
-    if kind == "aten.unbind":
-        where = {"dim": options.get("dim", 0), "index": view.index}
-        return builder.emit_one("aten.select_scatter.default", {**both, **where}, info, place)
-    if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.narrow"):
-        span = _span(builder, view, options, parent, new)
-        return builder.emit_one("aten.slice_scatter.default", {**both, **span}, info, place)
-    raise unsupported(
-        f"it writes in place through a view made by {view.target}",
-        place.source,
-        "Write out of place instead (x = x.index_put(...), torch.where, torch.cat).",
-    )
-
-
-def _span(builder: GraphBuilder, view: AliasView, options: dict[str, Any], parent: str, new: str) -> dict[str, int]:
-    """Which slice of its parent an output of split, or a narrow, is."""
-    dim = options.get("dim", 0)
-    length = builder.infos[new].shape[dim]
-    if "start" in options:
-        start = options["start"]
-    elif view.target.startswith("aten.chunk"):
-        start = -(-builder.infos[parent].shape[dim] // options["chunks"]) * view.index
-    else:
-        sizes: Any = options.get("split_sizes", options.get("split_size"))
-        start = sizes * view.index if isinstance(sizes, int) else sum(sizes[: view.index])
-    return {"dim": dim, "start": start, "end": start + length}
+    return write_back(WriteThrough(builder, view, parent, new, place))

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ... import control_flow
 from ...ir import Graph, Input, Output, check
-from ...rules.user_calls import COND, SCAN, WHILE
+from ...ops.user_calls import COND, SCAN, WHILE
 from ..captured import ImportedFunction
 from ..failure import unsupported
 from .aliases import TensorHandle

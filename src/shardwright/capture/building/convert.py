@@ -17,7 +17,7 @@ from torch import fx
 
 from ...errors import CaptureError
 from ...ir import Dtype
-from ...rules.user_calls import COND, OPAQUE, SCAN, WHILE
+from ...ops.user_calls import COND, OPAQUE, SCAN, WHILE
 from ..captured import ImportedFunction
 from ..failure import unsupported
 from ..tracing.grad_mode import grad_is_off

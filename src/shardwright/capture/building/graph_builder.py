@@ -12,17 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...ir import SourceLine
-
-NO_GRADIENT = frozenset({
-    "aten.detach", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.rand_like",
-    "aten.randn_like", "aten.randint_like",
-})  # fmt: skip
-
-
-# Ops whose result is laid out anew, whatever the strides of their inputs.
-DENSE = frozenset({
-    "aten.linear", "aten.mm", "aten.bmm", "aten.matmul", "aten.conv1d", "aten.layer_norm", "aten.embedding",
-})  # fmt: skip
+from ...ops import spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +89,15 @@ class GraphBuilder:
         kind: str | None = None,
     ) -> list[str]:
         """Append a step; `infos` describe its outputs, their gradient is worked out here."""
-        packet = target.rsplit(".", 1)[0]
-        flows = not place.no_grad and packet not in NO_GRADIENT
+        spec = spec_of(target)
+        flows = not place.no_grad and spec.gradient != "none"
         flows = flows and any(self.infos[ref.name].gradient for ref in refs(arguments))
-        first_only = target.startswith("aten._native_batch_norm")
+        first_only = spec.gradient == "first"
         outputs = [
             self.value(ValueInfo(info.shape, info.dtype, flows and info.floating and not (first_only and index)))
             for index, info in enumerate(infos)
         ]
-        if packet not in DENSE and any(ref.name in self.loose for ref in refs(arguments)):
+        if not spec.dense and any(ref.name in self.loose for ref in refs(arguments)):
             self.loose.update(outputs)
         self.steps.append(DraftOp(target, dict(arguments), outputs, place, kind or base_name(target)))
         return outputs

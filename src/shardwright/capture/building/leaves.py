@@ -112,7 +112,8 @@ class Leaves:
             what = f"{base_name(step.target)} reads the parameter {key} before forward writes to it"
             if step.place.region:
                 what = f"forward writes to the parameter {key}, and checkpointing reads it again after that"
-            raise unsupported(what, step.place.source, "Write to it outside of forward, in the training loop.")
+            remedy = "Write to it in the training loop, or, if no optimizer trains it, make it a buffer (register_buffer)."
+            raise unsupported(what, step.place.source, remedy)
 
     def _module_tensors(self) -> dict[str, TensorHandle]:
         """A handle under every key of the module, one for each tensor object."""

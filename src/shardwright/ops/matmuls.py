@@ -1,14 +1,23 @@
-"""Matrix products, convolutions, attention."""
+"""Matrix products, with and without something added to them."""
 
 from __future__ import annotations
 
+import ast
+from typing import Any
+
+from ..ir import Op
 from ..ir.graph import ITEM_SIZE
-from .dims import label_dims, marked, stretched, write_rule
-from .notation import Rule, parse
-from .registry import OpCall, fixed, letters, rule
+from ..rules.dims import label_dims, marked, stretched, write_rule
+from ..rules.notation import Rule, parse
+from ..rules.registry import OpCall, letters
+from .contexts import RankRun, RuntimeArguments, TracedCall
+from .printing import Printing, axes_text, function, functional, plain, show_shard
+from .reading import Arguments, as_tuple, read_form
+from .spec import Kernel, define
+
+# -- rules
 
 
-@rule("linear")
 def linear(call: OpCall) -> Rule:
     rows = " ".join(letters(len(call.shape) - 1, "m"))
     weight = call.inputs[1].shape
@@ -17,13 +26,6 @@ def linear(call: OpCall) -> Rule:
     return parse(f"{rows} k+ ~1, {out} k+ ~2{extra} -> {rows} {out}")
 
 
-fixed("m k+ ~1, k+ n ~2 -> m n", "mm")
-fixed("b m k+ ~1, b k+ n ~2 -> b m n", "bmm")
-fixed("m k+ ~1, k+ ~2 -> m", "mv")
-fixed("k+ ~1, k+ ~2 -> ", "dot")
-
-
-@rule("addmm", "addmv", "addbmm", "baddbmm", "addr")
 def added(call: OpCall) -> Rule:
     """A product and something added once to it, which broadcasts."""
     left, right, out = {
@@ -37,11 +39,6 @@ def added(call: OpCall) -> Rule:
     return parse(f"{added}&, {left}, {right} -> {out}")
 
 
-fixed("m ~1, n ~2 -> m n", "outer", "ger")
-fixed("* k+ ~1, * k+ ~2 -> *", "linalg_vecdot")
-
-
-@rule("inner")
 def inner(call: OpCall) -> Rule | None:
     if not all(value.shape for value in call.inputs):
         return None
@@ -49,7 +46,6 @@ def inner(call: OpCall) -> Rule | None:
     return write_rule([[*left, "k+"], [*right, "k+"]], [[*left, *right]], [1, 2])
 
 
-@rule("tensordot")
 def tensordot(call: OpCall) -> Rule:
     a, b = call.inputs[0].shape, call.inputs[1].shape
     contracted = [dim % len(a) for dim in call.op.argument("dims_self", ())]
@@ -65,14 +61,12 @@ def tensordot(call: OpCall) -> Rule:
     return write_rule([left, right], [result], [1, 2])
 
 
-@rule("bilinear")
 def bilinear(call: OpCall) -> Rule:
     rows = label_dims(call.shape[:-1], "m")
     bias = [["n&"]] * (len(call.inputs) - 3)
     return write_rule([[*rows, "i+"], [*rows, "j+"], ["n", "i+", "j+"], *bias], [[*rows, "n"]])
 
 
-@rule("aten.cdist.default", "aten._cdist_forward.default")
 def cdist(call: OpCall) -> Rule:
     out = call.outputs[0].shape
     rows = label_dims(out[:-2], "b")
@@ -80,7 +74,6 @@ def cdist(call: OpCall) -> Rule:
     return write_rule([[*lead[0], "m", "k^"], [*lead[1], "n", "k^"]], [[*rows, "m", "n"]])
 
 
-@rule("_grouped_mm", "transformers.grouped_mm_fallback.default")
 def grouped(call: OpCall) -> Rule | None:
     """Runs of rows, each with its own matrix: the runs are where they are, both other sides are free.
 
@@ -97,7 +90,6 @@ def grouped(call: OpCall) -> Rule | None:
     return rule.with_sizes({"k": k // unit, "n": n // unit})
 
 
-@rule("matmul")
 def matmul(call: OpCall) -> Rule:
     """numpy's rules: leading dims broadcast, vectors have no row or column."""
     a, b = call.inputs[0].shape, call.inputs[1].shape
@@ -117,7 +109,6 @@ def matmul(call: OpCall) -> Rule:
     return parse(f"{' '.join(left)} ~1, {' '.join(right)} ~2 -> {' '.join(result)}")
 
 
-@rule("einsum")
 def einsum(call: OpCall) -> Rule:
     """As the equation says. A label that one tensor has twice is a diagonal: it stays whole."""
     equation = str(call.op.argument("equation", "")).replace(" ", "")
@@ -149,57 +140,94 @@ def _labels(term: str, lead: range) -> list[str]:
     return [*before, *(f"dot{at}" for at in lead if dots), *after]
 
 
-@rule("convolution", "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv_transpose2d.input",
-      "aten.conv_transpose1d.default", "aten.conv_transpose3d.input", "aten.conv1d.padding", "aten.conv2d.padding",
-      "aten.conv3d.padding")  # fmt: skip
-def convolution(call: OpCall) -> Rule | None:
-    """Batch and channels; space would need halos and stays whole."""
-    x, w, y = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0].shape
-    n = "n" if len(x) == len(w) else ""
-    x, y = (x, y) if n else ((1, *x), (1, *y))
-    groups = call.op.argument("groups", 1)
-    transposed = "transpose" in call.op.target or bool(call.op.argument("transposed", False))
-    inside = " ".join(str(size) for size in x[2:])
-    outside = " ".join(str(size) for size in y[2:])
-    window = " ".join(str(size) for size in w[2:])
-    bias = "" if len(call.inputs) < 3 else ", o&" if groups == 1 else ", (g o)&"
-    if groups == 1:
-        weight = "c+ o" if transposed else "o c+"
-        return parse(f"{n} c+ {inside} ~1, {weight} {window} ~2{bias} -> {n} o {outside}")
-    weight = "(g c+) o" if transposed else "(g o) c+"
-    rule = parse(f"{n} (g c+) {inside} ~1, {weight} {window} ~2{bias} -> {n} (g o) {outside}")
-    return rule.with_sizes({"g": groups}).with_local({"groups": ("g",)})
+# -- biases: separate in a graph, since they may have to wait for a sum; folded back at the end of lowering
 
 
-@rule("scaled_dot_product_attention")
-def attention(call: OpCall) -> Rule | None:
-    """Batch and heads. Queries may be split too if nothing depends on their place.
-
-    With grouped heads the queries' heads are (g r) and those of keys and values g.
-    """
-    q, k, v = (value.shape for value in call.inputs[:3])
-    if len(q) < 3 or not q[:-3] == k[:-3] == v[:-3] or not len(q) == len(k) == len(v):
-        return None  # leading dims that broadcast
-    lead = letters(len(q) - 3, "b")
-    query_heads, key_heads = q[-3], k[-3]
-    grouped = query_heads != key_heads
-    heads = "(g r)" if grouped else "g"
-    causal = bool(call.op.argument("is_causal", False))
-    s = "s^" if causal else "s"
-    row = " ".join(lead)
-    terms = [f"{row} {heads} {s} e^", f"{row} g t^ e^", f"{row} g t^ d^"]
-    mask = call.tensor("attn_mask")
-    if mask is not None:
-        terms.append(_mask_term(mask.shape, call.outputs[0].shape, lead, heads, s))
-    rule = parse(f"{', '.join(terms)} -> {row} {heads} {s} d^")
-    return rule.with_sizes({"g": key_heads, "r": query_heads // key_heads} if grouped else {})
+def canonical_linear(call: TracedCall) -> list[str]:
+    return _with_bias(call, call.target, {"input": call.first, "weight": call.arguments["weight"]}, "bias")
 
 
-def _mask_term(shape: tuple[int, ...], out: tuple[int, ...], lead: list[str], heads: str, s: str) -> str:
-    """A mask broadcasts to [..., heads, queries, keys]."""
-    full = [*lead, heads, s, "t^"]
-    sizes = [*out[:-1], None]
-    shown, own = full[len(full) - len(shape) :], sizes[len(full) - len(shape) :]
-    return " ".join(
-        name if want is None or size == want else "1" for name, size, want in zip(shown, shape, own, strict=True)
-    )
+def canonical_addmm(call: TracedCall) -> list[str]:
+    if not set(call.arguments) <= {"self", "mat1", "mat2"}:
+        return call.keep()
+    product = {"self": call.arguments["mat1"], "mat2": call.arguments["mat2"]}
+    return _with_bias(call, "aten.mm.default", product, "self")
+
+
+def _with_bias(call: TracedCall, target: str, product: dict[str, Any], name: str) -> list[str]:
+    """A product and the addition of its bias as two ops."""
+    bias = call.arguments.get(name)
+    if not call.is_value(bias):
+        return call.emit(target, **product)
+    return call.emit("aten.add.Tensor", "bias", self=call.emit_one(target, product, call.info), other=bias)
+
+
+# -- linears together with the reshard of their input
+
+
+def print_linears(p: Printing) -> str:
+    """One layer by its weight and bias, several by lists of them."""
+    weights, biases, sharding = p.literal("weights"), p.literal("biases"), p.literal("sharding")
+    single = len(weights) == 1
+    shown = [p["input"], *([p["dim"]] if p.has("dim") else []), axes_text(p.literal("axes"))]
+    for column in (weights, biases):
+        if column is not None:
+            shown.append(p.show(column[0]) if single else f"[{', '.join(p.show(item) for item in column)}]")
+    if not plain(sharding, p.many(p.literal("axes"))):
+        shown.append(f"sharding={show_shard(sharding)}")
+    return f"{p.op.target.removesuffix('s') if single else p.op.target}({', '.join(shown)})"
+
+
+def read_linears(op: Op, node: ast.expr) -> Arguments:
+    lead = "input, dim, axes" if op.target == "runtime.all_gather_linears" else "input, axes"
+    if len(op.argument("weights")) > 1:
+        return read_form(op, node, f"{op.target}({lead}, weights, biases)")
+    read = read_form(op, node, f"{op.target.removesuffix('s')}({lead}, weights, biases)")
+    return {name: as_tuple([value]) if name in ("weights", "biases") else value for name, value in read.items()}
+
+
+def run_replicate_linears(run: RankRun, a: RuntimeArguments) -> object:
+    return run.runtime.replicate_linears(a["input"], run.group(a["axes"]), a["weights"], a["biases"])
+
+
+def run_all_gather_linears(run: RankRun, a: RuntimeArguments) -> object:
+    group = run.group(a["axes"])
+    return run.runtime.all_gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["sharding"])
+
+
+# -- definitions
+
+MATMUL = {"kernel": Kernel.MATMUL, "saved": "0* 1*"}
+PLAIN = {"dense": True, "fresh": True, **MATMUL}
+define("linear", rule=linear, canonical=canonical_linear, flattens=True, folds_bias=True, delays_weights=True,
+       prints=functional("linear", "input", "weight", "bias"), reads="F.linear(input, weight, bias)",
+       **PLAIN)  # fmt: skip
+define("mm", rule="m k+ ~1, k+ n ~2 -> m n", folds_bias=True, operator={"default": "@"}, **PLAIN)
+define("bmm", rule="b m k+ ~1, b k+ n ~2 -> b m n", operator={"default": "@"}, **PLAIN)
+define("matmul", rule=matmul, flattens=True, operator={"default": "@"}, **PLAIN)
+define("addmm", rule=added, canonical=canonical_addmm, delays_weights=True, operands=(1, 2),
+       prints=lambda p: f"torch.addmm({p['self']}, {p['mat1']}, {p['mat2']}{p.options('beta', 'alpha')})",
+       reads="torch.addmm(self, mat1, mat2, beta, alpha)", positional=3, **{**PLAIN, "saved": "1* 2*"})  # fmt: skip
+define("baddbmm", rule=added, kernel=Kernel.MATMUL, saved="1* 2*", operands=(1, 2), prints=function)
+define("addmv", rule=added, operands=(1, 2), **MATMUL)
+define("addbmm", rule=added, operands=(1, 2), kernel=Kernel.MATMUL)
+define("addr", rule=added)
+define("mv", rule="m k+ ~1, k+ ~2 -> m", **MATMUL)
+define("dot", rule="k+ ~1, k+ ~2 -> ", saved="0* 1*")
+define("outer", rule="m ~1, n ~2 -> m n", saved="0* 1*")
+define("ger", rule="m ~1, n ~2 -> m n")
+define("linalg_vecdot", rule="* k+ ~1, * k+ ~2 -> *")
+define("inner", rule=inner)
+define("tensordot", rule=tensordot)
+define("einsum", rule=einsum, operands=None, reads="torch.einsum(equation, *tensors)",
+       prints=lambda p: f"torch.einsum({p['equation']}, {p.listed('tensors')})", **MATMUL)  # fmt: skip
+define("bilinear", rule=bilinear, kernel=Kernel.MATMUL)
+define("cdist _cdist_forward", rule=cdist)
+define("_grouped_mm", rule=grouped, kernel=Kernel.MATMUL)
+define("transformers.grouped_mm_fallback.default", rule=grouped)
+define("_addmm_activation _int_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 "
+       "_weight_int4pack_mm _weight_int8pack_mm _mixed_dtypes_linear _dyn_quant_matmul_4bit _trilinear chain_matmul "
+       "linalg_matmul _sparse_addmm _sparse_mm sparse_sampled_addmm sspaddmm hspmm smm",
+       kernel=Kernel.MATMUL)  # fmt: skip
+define("runtime.replicate_linears", prints=print_linears, reads=read_linears, runs=run_replicate_linears)
+define("runtime.all_gather_linears", prints=print_linears, reads=read_linears, runs=run_all_gather_linears)

@@ -1,15 +1,25 @@
-"""Lookups and losses: ops that read integers, and the algorithms that split them anyway."""
+"""Lookups: ops that read or write elements by their numbers, and the algorithm that splits a table by its rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ast
+from dataclasses import dataclass, replace
+from typing import Any
 
-from .dims import blocked, broadcast_shape, label_dims, marked, stretched, write_rule
-from .notation import Rule, parse
-from .registry import OpCall, letters, rule
+from ..ir import Op
+from ..rules.dims import blocked, broadcast_shape, label_dims, marked, stretched, write_rule
+from ..rules.notation import Rule, parse
+from ..rules.registry import OpCall, letters
+from .contexts import ProgramOnRank, RankRun, RuntimeArguments
+from .localizing import one_cut
+from .parts import takes_all
+from .printing import Printing, axes_text, function
+from .reading import Arguments, UnreadableLineError, as_tuple
+from .spec import Kernel, define
+
+# -- rules
 
 
-@rule("embedding")
 def embedding(call: OpCall) -> Rule:
     """A table split on its rows is looked up by the algorithm "rows", which leaves a partial sum.
 
@@ -25,7 +35,6 @@ def embedding(call: OpCall) -> Rule:
     )
 
 
-@rule("gather", "take_along_dim")
 def gather(call: OpCall) -> Rule | None:
     """The dim gathered along is read whole, and the index's own is free; so are the others where sizes agree."""
     if call.op.argument("dim") is None or len(call.inputs[1].shape) != len(call.shape):
@@ -43,8 +52,6 @@ def gather(call: OpCall) -> Rule | None:
     return write_rule([left, right], [right], [1])
 
 
-@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two",
-      "aten.scatter.reduce", "aten.scatter.value_reduce")  # fmt: skip
 def scatter(call: OpCall) -> Rule:
     """Dims other than the one written along are free where all sizes agree. Adding is a sum over what is added."""
     dim, index = call.dim(), call.inputs[1].shape
@@ -65,7 +72,6 @@ def scatter(call: OpCall) -> Rule:
     return write_rule([into, *written], [names], [1, None, 1] if replaces else [])
 
 
-@rule("index_select")
 def index_select(call: OpCall) -> Rule:
     dim, names = call.dim(), label_dims(call.shape)
     source = list(names)
@@ -74,7 +80,6 @@ def index_select(call: OpCall) -> Rule:
     return write_rule([source, [names[dim]][: len(call.inputs[1].shape)]], [names], [1])
 
 
-@rule("index_add", "index_copy", "aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def index_write(call: OpCall) -> Rule:
     """Rows are written by number: what is added is a sum over what is added, what is replaced is read whole."""
     dim, names = call.dim(), label_dims(call.shape)
@@ -130,14 +135,12 @@ def _places(call: OpCall) -> IndexDims | None:
     )
 
 
-@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(call: OpCall) -> Rule | None:
     """Dims that are indexed are read whole, the indices' own dims and the rest are free."""
     places = _places(call)
     return write_rule([places.source, *places.indices], [places.result], [1]) if places else None
 
 
-@rule("index_put")
 def index_put(call: OpCall) -> Rule | None:
     """What is added is a sum over what is added; what replaces may only be split where no index is."""
     places = _places(call)
@@ -154,13 +157,11 @@ def index_put(call: OpCall) -> Rule | None:
     return parse(f"{', '.join([into, *rest])} -> {' '.join(places.source)}")
 
 
-@rule("one_hot")
 def one_hot(call: OpCall) -> Rule:
     names = label_dims(call.shape)
     return parse(f"{' '.join(names)} -> {' '.join([*names, str(call.outputs[0].shape[-1])])}")
 
 
-@rule("aten.embedding_bag.default", "aten.embedding_bag.padding_idx", "aten._embedding_bag.default")
 def embedding_bag(call: OpCall) -> Rule:
     """Columns of the table are free. Bags are runs of unequal length, so neither they nor their ids are split."""
     width = call.outputs[0].shape[-1]
@@ -172,13 +173,11 @@ def embedding_bag(call: OpCall) -> Rule:
     return write_rule(inputs, outputs)
 
 
-@rule("masked_scatter")
 def masked_scatter(call: OpCall) -> Rule:
     """Values are taken in the order of the mask: nothing can be split."""
     return parse(f"{', '.join(['?'] * len(call.inputs))} -> {' '.join(map(str, call.outputs[0].shape))}")
 
 
-@rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
 def look_up(call: OpCall) -> Rule | None:
     """Each value asked for by itself, in a table that is read whole."""
     table_first = "searchsorted" in call.op.target
@@ -188,3 +187,89 @@ def look_up(call: OpCall) -> Rule | None:
     table_dims = [*rows, *map(str, table.shape[len(rows) :])]
     extra = [["?"]] * (len(call.inputs) - 2)
     return write_rule([table_dims, names, *extra] if table_first else [names, table_dims, *extra], [names])
+
+
+# -- on a rank, and in generated code
+
+
+def local_embedding(program: ProgramOnRank, op: Op) -> Op:
+    weight = program.layouts[op.inputs[0]]
+    if not weight.shards[0]:
+        return op
+    axes, shard = one_cut(program, op, "the rows of a table", weight.shards[0])
+    return replace(op, target="runtime.embedding_rows").with_arguments(
+        axes=axes, sharding=shard, rows=program.values[op.inputs[0]].shape[0]
+    )
+
+
+def _padding(p: Printing) -> str:
+    padding = p.literal("padding_idx", -1)
+    return f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
+
+
+def print_embedding(p: Printing) -> str:
+    return f"F.embedding({p['indices']}, {p['weight']}{_padding(p)})"
+
+
+def print_embedding_rows(p: Printing) -> str:
+    return (
+        f"runtime.embedding_rows({p['indices']}, {p['weight']}, {axes_text(p.literal('axes'))}, {p['sharding']}, "
+        f"rows={p['rows']}{_padding(p)})"
+    )
+
+
+def leaves_out_padding(op: Op, name: str, value: Any) -> bool:
+    return name == "padding_idx" and bool(value < 0)
+
+
+def run_embedding_rows(run: RankRun, a: RuntimeArguments) -> object:
+    padding = a["padding_idx"]
+    padding = None if padding is None or padding < 0 else padding
+    group = run.group(a["axes"])
+    return run.runtime.embedding_rows(
+        a["indices"], a["weight"], group, a["sharding"], rows=a["rows"], padding_idx=padding
+    )
+
+
+def print_index(p: Printing) -> str:
+    shown = [":" if item is None else p.show(item) for item in p.literal("indices")]
+    return f"{p.first()}[{', '.join(shown)}]"
+
+
+def read_index(op: Op, node: ast.expr) -> Arguments:
+    if not isinstance(node, ast.Subscript):
+        raise UnreadableLineError("it is no subscript")
+    items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    shown = [ast.Constant(value=None) if takes_all(item) else item for item in items]
+    return {"self": node.value, "indices": as_tuple(shown)}
+
+
+# -- definitions
+
+LOOKUP = {"kernel": Kernel.LOOKUP}
+define("embedding", rule=embedding, localize=local_embedding, saved="1", dense=True, fresh=True,
+       prints=print_embedding, reads="F.embedding(indices, weight, padding_idx)", positional=2,
+       unsaid={"padding_idx": -1}, leaves_out=leaves_out_padding, **LOOKUP)  # fmt: skip
+define("runtime.embedding_rows", dense=True, fresh=True, prints=print_embedding_rows, positional=4,
+       reads="runtime.embedding_rows(indices, weight, axes, sharding, rows, padding_idx)", runs=run_embedding_rows,
+       unsaid={"padding_idx": -1}, leaves_out=leaves_out_padding)  # fmt: skip
+define("embedding_bag", rule={"default padding_idx": embedding_bag}, **LOOKUP)
+define("_embedding_bag", rule=embedding_bag)
+define("index", rule={"Tensor": index}, saved="indices", prints=print_index, reads=read_index, **LOOKUP)
+define("_unsafe_index", rule={"Tensor": index}, saved="indices")
+define("index_select", rule=index_select, saved="1", prints=function, **LOOKUP)
+define("gather", rule=gather, saved="1", prints=function, **LOOKUP)
+define("take_along_dim", rule=gather, saved="indices", **LOOKUP)
+define("take", **LOOKUP)
+define("one_hot", rule=one_hot)
+define("searchsorted bucketize", rule={"Tensor": look_up})
+define("isin", rule={"Tensor_Tensor": look_up})
+define("masked_select", saved="indices")
+
+define("scatter", rule={"src value reduce value_reduce": scatter}, saved="indices")
+define("scatter_add", rule=scatter, saved="indices")
+define("scatter_reduce", rule={"two": scatter})
+define("index_add index_copy", rule=index_write, saved="indices")
+define("index_fill", rule={"int_Scalar int_Tensor": index_write})
+define("index_put", rule=index_put, saved="indices")
+define("masked_scatter", rule=masked_scatter)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from .dims import label_dims, through, write_rule
-from .notation import Rule
-from .registry import OpCall, rule
+from collections.abc import Sequence
+
+from ..rules.dims import label_dims, through, write_rule
+from ..rules.notation import Rule
+from ..rules.registry import OpCall
+from ..rules.signature import Signature
+from .contexts import LocalCall
+from .spec import Kernel, define
 
 
 def space_dims(call: OpCall, count: int) -> range:
@@ -12,39 +17,20 @@ def space_dims(call: OpCall, count: int) -> range:
     return range(len(call.shape) - count, len(call.shape))
 
 
-POOLS = (
-    "max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d adaptive_avg_pool{n}d _adaptive_avg_pool{n}d "
-    "adaptive_max_pool{n}d"
-)
-NEAREST = "upsample_nearest{n}d _upsample_nearest_exact{n}d"
-PADS = "reflection_pad{n}d replication_pad{n}d"
-SMOOTH = (
-    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa "
-    "_upsample_bicubic2d_aa"
-)
-
-
-@rule(*(name for n in "123" for name in POOLS.format(n=n).split() if name != "_adaptive_avg_pool1d"))
 def pool(call: OpCall) -> Rule:
     """A channel, a row at a time. The largest of a window is not linear, its mean is."""
     space = int(call.op.target.split("d.")[0].split("d_")[0][-1])
     return through(call, space_dims(call, space), linear="avg" in call.op.target)
 
 
-@rule(
-    *(f"aten.{name}.{form}" for n in "123" for name in NEAREST.format(n=n).split() for form in ("default", "vec")),
-    *(f"aten.{name}.{form}" for name in SMOOTH.split() for form in ("default", "vec")),
-)
 def interpolate(call: OpCall) -> Rule:
     return through(call, range(2, len(call.shape)), linear=True)
 
 
-@rule(*(name for n in "123" for name in PADS.format(n=n).split()))
 def pad_by_values(call: OpCall) -> Rule:
     return through(call, space_dims(call, int(call.op.target.split("d.")[0][-1])), linear=True)
 
 
-@rule("pixel_shuffle")
 def pixel_shuffle(call: OpCall) -> Rule:
     """Channels are (c, r, r); rows of pixels are (h, r)."""
     r = call.op.argument("upscale_factor")
@@ -54,7 +40,6 @@ def pixel_shuffle(call: OpCall) -> Rule:
     return write_rule([inside], [[*names, "c" if c > 1 else "1", str(h * r), str(w * r)]], [1]).with_sizes(_known(c=c))
 
 
-@rule("pixel_unshuffle")
 def pixel_unshuffle(call: OpCall) -> Rule:
     r = call.op.argument("downscale_factor")
     *lead, c, h, w = call.shape
@@ -63,7 +48,6 @@ def pixel_unshuffle(call: OpCall) -> Rule:
     return write_rule([[*names, "c" if c > 1 else "1", *_blocked_pair(h, w)]], [result], [1]).with_sizes(_known(c=c))
 
 
-@rule("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(call: OpCall) -> Rule:
     """Channels (groups, c) become (c, groups)."""
     groups = call.op.argument("groups")
@@ -73,7 +57,6 @@ def channel_shuffle(call: OpCall) -> Rule:
     return write_rule([[n, before, *space]], [[n, after, *space]], [1]).with_sizes(_known(ch=c))
 
 
-@rule("im2col")
 def im2col(call: OpCall) -> Rule:
     """Windows beside each other: channels become (c, window)."""
     window = _area(call.op.argument("kernel_size"))
@@ -84,7 +67,6 @@ def im2col(call: OpCall) -> Rule:
     return write_rule([inside], [[*names, _product("c", c, window), places]], [1]).with_sizes(_known(c=c))
 
 
-@rule("col2im")
 def col2im(call: OpCall) -> Rule:
     window = _area(call.op.argument("kernel_size"))
     *lead, channels, places = call.shape
@@ -93,7 +75,6 @@ def col2im(call: OpCall) -> Rule:
     return write_rule([[*names, _product("c", c, window), str(places)]], [result], [1]).with_sizes(_known(c=c))
 
 
-@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(call: OpCall) -> Rule:
     """Each row has its own grid; channels share it; the places asked for are free."""
     n, c = label_dims(call.shape[:2])
@@ -103,14 +84,12 @@ def grid_sampler(call: OpCall) -> Rule:
     return write_rule([source, [n, *places, str(grid[-1])]], [[n, c, *places]], [1])
 
 
-@rule("affine_grid_generator")
 def affine_grid(call: OpCall) -> Rule:
     n = label_dims(call.shape[:1])
     rule = write_rule([[*n, *map(str, call.shape[1:])]], [[*n, *map(str, call.outputs[0].shape[1:])]])
     return rule.with_local({"size.0": ("a",)}) if n == ["a"] else rule
 
 
-@rule("max_unpool2d", "max_unpool3d")
 def unpool(call: OpCall) -> Rule:
     names = label_dims(call.shape[: -2 if "2d" in call.op.target else -3])
     space = [str(size) for size in call.shape[len(names) :]]
@@ -132,3 +111,34 @@ def _known(**sizes: int) -> dict[str, int]:
 def _area(size: int | tuple[int, ...]) -> int:
     first, *rest = size if isinstance(size, tuple) else (size,)
     return first * (rest[0] if rest else first)
+
+
+def saved_adaptive_pool(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> str:
+    """Of one pixel it is a mean."""
+    return "" if tuple(call.op.argument("output_size")) == (1, 1) else "0"
+
+
+POOL = {"rule": pool, "kernel": Kernel.POOLING}
+define("max_pool2d", saved="0", saved_extra=lambda call, signature: 8 * call.outputs[0].elements, **POOL)
+define("max_pool1d max_pool3d", saved="0", **POOL)
+define("max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d "
+       "adaptive_max_pool2d adaptive_max_pool3d", **POOL)  # fmt: skip
+define("avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", rule=pool, saved="0")
+define("adaptive_avg_pool2d", rule=pool, saved=saved_adaptive_pool)
+define("adaptive_avg_pool1d adaptive_avg_pool3d _adaptive_avg_pool3d", rule=pool)
+define("max_unpool2d max_unpool3d", rule=unpool)
+
+INTERPOLATE = {"rule": {"default vec": interpolate}}
+define("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d", saved="", **INTERPOLATE)
+define("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d "
+       "upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+       **INTERPOLATE)  # fmt: skip
+define("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
+       rule=pad_by_values)  # fmt: skip
+define("pixel_shuffle", rule=pixel_shuffle, saved="")
+define("pixel_unshuffle", rule=pixel_unshuffle, saved="")
+define("channel_shuffle native_channel_shuffle", rule=channel_shuffle)
+define("im2col", rule=im2col, saved="")
+define("col2im", rule=col2im, saved="")
+define("grid_sampler grid_sampler_2d grid_sampler_3d", rule=grid_sampler)
+define("affine_grid_generator", rule=affine_grid)

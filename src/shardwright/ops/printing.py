@@ -1,16 +1,21 @@
-"""Arguments as text: slots by the names of their values, sizes by their symbols, cuts as code."""
+"""How ops print: arguments as text, and the forms that most calls have.
+
+Slots print by the names of their values, sizes by their symbols, shards as code. A printer is a function of a
+`Printing` and returns the right-hand side of the op's line.
+"""
 
 from __future__ import annotations
 
 import json
+import keyword
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
 from ..layout import Shard
-from ..lower import Size
-from .sizes import SizeNames
+
+REDUCTIONS = {0: '"none"', 1: '"mean"', 2: '"sum"'}
 
 
 class Printing:
@@ -19,8 +24,11 @@ class Printing:
     It remembers which arguments a printer has read. One that no printer reads would be lost in the text, see `unread`.
     """
 
-    def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> None:
-        self.op, self.names, self.sizes, self.parts = op, names, sizes, parts
+    def __init__(
+        self, op: Op, names: Mapping[int, str], size: Callable[[Any], str | None], parts: Mapping[str, int]
+    ) -> None:
+        """`size` gives the text of a local size, and None for anything else."""
+        self.op, self.names, self.size, self.parts = op, names, size, parts
         self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> str:
@@ -45,8 +53,9 @@ class Printing:
     def show(self, value: Any) -> str:
         if isinstance(value, Slot):
             return self.names[value.index]
-        if isinstance(value, Size):
-            return self.sizes.text(value)
+        size = self.size(value)
+        if size is not None:
+            return size
         if isinstance(value, Dtype):
             return f"torch.{value}"
         if isinstance(value, Shard):
@@ -98,3 +107,80 @@ def plain(shard: Shard | None, parts: int) -> bool:
 
 def axes_text(axes: tuple[str, ...]) -> str:
     return "self." + "_".join(axes)
+
+
+Printer = Callable[[Printing], str]
+
+
+def bracketed(text: str) -> str:
+    return f"({text})" if " " in text and not text.endswith(")") else text
+
+
+def fallback(p: Printing) -> str:
+    """As the op of torch that it is, with all its arguments."""
+    shown = [p.first()] if p.op.arguments else []
+    shown += [_named(name, p[name]) for name, _ in p.op.arguments[1:]]
+    return f"torch.ops.{p.op.target}({', '.join(shown)})"
+
+
+def _named(name: str, text: str) -> str:
+    """An argument by name; torch has some called `from`."""
+    return f'**{{"{name}": {text}}}' if keyword.iskeyword(name) else f"{name}={text}"
+
+
+def _base(p: Printing) -> str:
+    return p.op.target.split(".")[1]
+
+
+def operator(sign: str) -> Printer:
+    """`x + y`."""
+
+    def show(p: Printing) -> str:
+        left = p.first()
+        right = p["other"] if p.has("other") else p["exponent"] if p.has("exponent") else p["mat2"]
+        alpha = p.literal("alpha", 1)
+        return f"{left} {sign} {right}" if alpha == 1 else f"{left} {sign} {alpha} * {right}"
+
+    return show
+
+
+def method(p: Printing) -> str:
+    """`x.cos()`, of an op that has no other arguments."""
+    return f"{bracketed(p.first())}.{_base(p)}()" if len(p.op.arguments) == 1 else fallback(p)
+
+
+def function(p: Printing) -> str:
+    """`torch.flip(x, dims=(0,))`, which torch has under the same name with the same arguments."""
+    if not p.op.arguments:
+        return fallback(p)
+    shown = [p.first(), *(f"{key}={p[key]}" for key, _ in p.op.arguments[1:])]
+    return f"torch.{_base(p)}({', '.join(shown)})"
+
+
+def functional(name: str, *keys: str, options: tuple[str, ...] = ()) -> Printer:
+    """`F.gelu(x, approximate="tanh")`."""
+
+    def show(p: Printing) -> str:
+        shown = [p[key] for key in keys if p.has(key)]
+        return f"F.{name}({', '.join(shown)}{p.options(*options)})"
+
+    return show
+
+
+def dims_method(name: str, *keys: str) -> Printer:
+    """`x.transpose(1, 2)`."""
+
+    def show(p: Printing) -> str:
+        shown = [p.listed(key) or "()" for key in keys if p.has(key)]
+        return f"{p.first()}.{name}({', '.join(shown)})"
+
+    return show
+
+
+def listed_call(name: str) -> Printer:
+    """`torch.cat([x, y], 1)`."""
+
+    def show(p: Printing) -> str:
+        return f"torch.{name}([{p.listed('tensors')}], {p.literal('dim', 0)})"
+
+    return show

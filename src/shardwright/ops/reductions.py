@@ -1,0 +1,159 @@
+"""Sums, means, extremes, softmax and sorting: ops that look along a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..ir import Op
+from ..rules.dims import blocked, label_dims, marked, through, write_rule
+from ..rules.notation import Rule
+from ..rules.registry import OpCall
+from ..rules.signature import Signature
+from .contexts import LocalCall, Passes, ProgramOnRank, TracedCall
+from .localizing import divided
+from .pointwise import GRADIENT_ONLY, plain
+from .printing import Printer, Printing, bracketed, function, functional
+from .spec import Kernel, define
+
+
+def _reduced(call: OpCall, mark: str, linear: bool) -> Rule:
+    """A reduction over some dims, each marked; kept dims have size 1."""
+    gone = set(call.dims())
+    names = label_dims(call.shape)
+    source = [marked(name, mark) if at in gone else name for at, name in enumerate(names)]
+    keep = call.op.argument("keepdim", False)
+    result = ["1" if at in gone else name for at, name in enumerate(names) if at not in gone or keep]
+    return write_rule([source], [result] * len(call.outputs), [1] if linear else [])
+
+
+def reduce_dims(call: OpCall) -> Rule:
+    """Split over a summed dim it leaves a partial sum; a mean leaves a share (`local_mean` divides by the whole)."""
+    return _reduced(call, "+", call.inputs[0].floating and call.op.target.split(".")[1] in ("sum", "mean"))
+
+
+def extreme(call: OpCall) -> Rule:
+    """The largest of the largest; a gradient would have to know which rank held it, so then the dim stays whole."""
+    if call.outputs[0].gradient or call.outputs[0].dtype == "bool":
+        return _reduced(call, "^", False)
+    return _reduced(call, "+max" if "max" in call.op.target else "+min", False)
+
+
+def blocked_reduction(call: OpCall) -> Rule:
+    """Dims that go stay whole. Those that look along the last dim by default say so."""
+    last = call.op.target.split(".")[1] in ("mode", "kthvalue") and call.op.argument("dim") is None
+    if last:
+        return _reduced(OpCall(call.op.with_arguments(dim=-1), call.inputs, call.outputs), "^", False)
+    return _reduced(call, "^", False)
+
+
+def along(call: OpCall) -> Rule:
+    """One dim is looked along and stays whole; all others are free."""
+    return through(call, {call.dim("dim", -1)}, linear="cumsum." in call.op.target)
+
+
+def diff(call: OpCall) -> Rule:
+    """Neighbours along a dim; what is put before or behind has the other dims too."""
+    dim = call.dim("dim", -1)
+    names = label_dims(call.shape)
+
+    def term(shape: tuple[int, ...]) -> list[str]:
+        return [str(shape[at]) if at == dim else name for at, name in enumerate(names)]
+
+    inputs = [term(value.shape) for value in call.inputs]
+    return write_rule(inputs, [term(call.outputs[0].shape)], [1] * len(inputs))
+
+
+def trapezoid(call: OpCall) -> Rule:
+    dim, names = call.dim("dim", -1), label_dims(call.shape)
+    source = [blocked(name) if at == dim else name for at, name in enumerate(names)]
+    return write_rule([source], [[name for at, name in enumerate(names) if at != dim]], [1])
+
+
+def canonical_sum(call: TracedCall) -> list[str]:
+    """No dims are all of them, said so."""
+    if call.arguments.get("dim") in (None, ()) and call.input_info.shape:
+        return call.emit(**{**call.arguments, "dim": tuple(range(len(call.input_info.shape)))})
+    return call.keep()
+
+
+def local_mean(program: ProgramOnRank, op: Op) -> Op | tuple[Op, ...]:
+    """A mean over a split dim is a share: the local sum over the whole count."""
+    source = program.layouts[op.inputs[0]]
+    rank = len(source.shards)
+    reduced = op.argument("dim")
+    dims = tuple(range(rank)) if reduced in (None, ()) or not rank else tuple(d % rank for d in reduced)
+    if not any(source.shards[dim] for dim in dims):
+        return op
+    count = 1
+    for dim in dims:
+        count *= program.values[op.inputs[0]].shape[dim]
+    target = op.target.replace("mean", "sum")
+    if target == "aten.sum.dim":
+        target = "aten.sum.dim_IntList"
+    return divided(replace(op, target=target), count)
+
+
+def print_reduction(name: str) -> Printer:
+    def show(p: Printing) -> str:
+        dims = p.literal("dim")
+        every = dims is None or (dims == () and not p.literal("keepdim"))
+        shown = [] if every else [p.show(dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims)]
+        shown += [f"keepdim={p['keepdim']}"] if p.literal("keepdim") else []
+        shown += [f"dtype={p['dtype']}"] if p.has("dtype") else []
+        return f"{bracketed(p.first())}.{name}({', '.join(shown)})"
+
+    return show
+
+
+def saved_extreme(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> str:
+    """Of two tensors both, of all elements the result, along a dim the indices."""
+    if len(call.inputs) > 1:
+        return "0 1"
+    return "0 r" if len(call.outputs) < 2 else "r1"
+
+
+SUMMED = {"saved": "", "passes": GRADIENT_ONLY, "positional": 1, "unsaid": {"dim": ()}}
+define("sum", rule={"default dim_IntList": reduce_dims}, canonical={"dim_IntList": canonical_sum}, back="free",
+       prints=print_reduction("sum"), reads="x.sum(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
+define("mean", rule={"default dim": reduce_dims}, localize=local_mean, prints=print_reduction("mean"),
+       reads="x.mean(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
+define("nansum", rule=reduce_dims, saved="", passes=GRADIENT_ONLY)
+define("count_nonzero", rule={"default dim_IntList": reduce_dims})
+define("amax amin", rule=extreme, saved="0 r", prints=function)
+define("max min", rule={"default": extreme, "dim": blocked_reduction, "other": plain}, keeps_order=True,
+       saved=saved_extreme)  # fmt: skip
+define("var", rule={"correction default dim": blocked_reduction}, saved="0", prints=function)
+define("std", rule={"correction default dim": blocked_reduction}, saved="0")
+define("std_mean var_mean", rule={"correction default dim": blocked_reduction}, saved="0 r")
+define("logsumexp", rule=blocked_reduction, saved="0 r", kernel=Kernel.FUNCTION, prints=function)
+define("linalg_vector_norm", rule=blocked_reduction, saved="0 r")
+define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r")
+define("prod", rule={"default dim_int": blocked_reduction}, saved="0 r")
+define("median", rule={"default dim": blocked_reduction}, saved="r1")
+define("nanmedian", rule={"default dim": blocked_reduction})
+define("kthvalue mode", rule=blocked_reduction, saved="r1")
+define("argmax", rule=blocked_reduction, prints=function)
+define("aminmax argmin linalg_norm nanmean special_logsumexp", rule=blocked_reduction)
+define("frobenius_norm", rule={"dim": blocked_reduction})
+define("nanquantile quantile", rule={"scalar": blocked_reduction})
+define("all any", rule={"default dim dims": blocked_reduction})
+
+SOFTMAX = {"kernel": Kernel.FUNCTION, "saved": "r"}
+define("softmax", rule={"int": along}, prints=functional("softmax", "self", "dim", options=("dtype",)),
+       reads="F.softmax(self, dim, dtype)", positional=2, **SOFTMAX)  # fmt: skip
+define("_softmax", rule=along, prints=functional("softmax", "self", "dim"), reads="F.softmax(self, dim)",
+       unsaid={"half_to_float": False}, **SOFTMAX)  # fmt: skip
+define("log_softmax", rule={"int": along}, prints=functional("log_softmax", "self", "dim", options=("dtype",)),
+       reads="F.log_softmax(self, dim, dtype)", positional=2, **SOFTMAX)  # fmt: skip
+define("_log_softmax", rule=along, **SOFTMAX)
+
+SORTED = {"passes": Passes(inputs=8, outputs=2, results=1, gradients=1)}  # digits one after the other
+define("sort", rule={"default stable": along}, saved="r1", prints=function, **SORTED)
+define("topk", rule=along, saved="r1", prints=function, **SORTED)
+define("argsort", rule={"default stable": along}, **SORTED)
+define("cumsum", rule=along, saved="", passes=GRADIENT_ONLY, prints=function)
+define("cumprod logcumsumexp", rule=along, saved="0 r")
+define("cummax cummin", rule=along, saved="r1")
+define("diff", rule=diff, saved="", prints=function)
+define("trapezoid", rule={"dx": trapezoid})
