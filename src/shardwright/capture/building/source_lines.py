@@ -15,7 +15,7 @@ import torch
 from torch.fx.proxy import TracerBase
 
 from ...ir import SourceLine
-from ..user_calls.kept import REGION
+from ..tracing.node_notes import REGION
 from .graph_builder import OpOrigin
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -55,7 +55,7 @@ def origin_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> O
         name = entry[1] if isinstance(entry[1], str) else entry[1].__module__
         if not name.startswith(("torch.nn.", "transformers.activations.")):
             owner = _call_path(key, entry)
-    region = (meta.get("custom") or {}).get(REGION)
+    region = meta.get(REGION)
     source = source_of(meta.get("stack_trace"))
     return OpOrigin(
         path=path, module=module, owner=owner, source=source, region=region, autocast=autocast, no_grad=no_grad

@@ -32,8 +32,9 @@ from .constant_values import ConstantValues
 from .fake_tensors import FakeTensors
 from .fixed_arguments import fixing
 from .foreign_parameters import OwnParameters
-from .grad_mode import as_called, noting_grad_mode
+from .grad_mode import GradMode, as_called
 from .known_draws import KnownDraws
+from .node_notes import noting
 from .python_random import PythonDraws, check_draws
 from .running_statistics import traceable_statistics
 from .sizes import KnownSizes
@@ -160,6 +161,7 @@ def _export(
             user_frames(),
             stand_in.in_place_of(module),
             fixing(module, fake_args, fake_kwargs) as (positional, named),
+            noting(),
             keeping(user_calls),
             marking(module, user_calls, seen),
             traceable_bincount(user_calls),
@@ -196,7 +198,7 @@ def _modes(user_calls: KeptCalls, checks: PassedChecks, known: ConstantValues) -
     """What looks at the calls of torch while a model is traced by running it, the innermost last."""
     with ExitStack() as stack:
         for mode in (
-            noting_grad_mode(), KnownDraws(), OwnParameters(), checks, known, TensorData(), EqualSelections(),
+            GradMode(), KnownDraws(), OwnParameters(), checks, known, TensorData(), EqualSelections(),
             KnownSizes(known), traceable_masks(user_calls, known),
         ):  # fmt: skip
             stack.enter_context(mode)

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx import traceback
 from torch.overrides import TorchFunctionMode
 
-NO_GRAD = "shardwright_no_grad"
+from .node_notes import NO_GRAD, set_note
+
 _AROUND: ContextVar[bool] = ContextVar("shardwright_grad_mode", default=True)
 
 
-class _GradMode(TorchFunctionMode):
+class GradMode(TorchFunctionMode):
     """Writes what `no_grad` and its kin say into the metadata of the nodes that follow."""
 
     def __torch_function__(
@@ -28,15 +28,8 @@ class _GradMode(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:
-            traceback.current_meta["custom"] = {**traceback.current_meta.get("custom", {}), NO_GRAD: not args[0]}
+            set_note(NO_GRAD, not args[0])
         return result
-
-
-@contextmanager
-def noting_grad_mode() -> Iterator[None]:
-    """Within this, nodes of a trace know whether gradients are on."""
-    with traceback.preserve_node_meta(), _GradMode():
-        yield
 
 
 @contextmanager
@@ -58,4 +51,4 @@ def as_called(asks: bool) -> Iterator[None]:
 
 def grad_is_off(node: fx.Node, region: bool) -> bool:
     """Whether a node was traced without gradients; `region` is what the regions around it say."""
-    return bool(node.meta.get("custom", {}).get(NO_GRAD, region))
+    return bool(node.meta.get(NO_GRAD, region))

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ...errors import CaptureError
 from ..user_calls.kept import KeptCalls, current
-from .grad_mode import NO_GRAD, grad_is_off
+from .grad_mode import grad_is_off
+from .node_notes import NO_GRAD, set_note
 
 _NESTED = ("grad_increment_nesting", "jvp_increment_nesting")
 
@@ -75,12 +76,11 @@ class _NotedGradMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes on every node whether gradients are on; a trace below functorch has no regions of `no_grad`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        custom = traceback.current_meta.get("custom", {})
-        traceback.current_meta["custom"] = {**custom, NO_GRAD: not torch.is_grad_enabled()}
+        before = set_note(NO_GRAD, not torch.is_grad_enabled())
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            traceback.current_meta["custom"] = custom
+            set_note(NO_GRAD, before)
 
 
 class _Again(fx.Interpreter):

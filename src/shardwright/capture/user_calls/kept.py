@@ -17,15 +17,14 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-import torch.fx.traceback
 import torch.utils.checkpoint as checkpointing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import CaptureError
 from ..building.call_paths import register_containers
+from ..tracing.node_notes import REGION, set_note
 
-REGION = "shardwright_region"
 MARKER = "shardwright_capture.call.default"
 
 _library: Any = torch.library.Library("shardwright_capture", "DEF")  # type: ignore[no-untyped-call]
@@ -260,8 +259,12 @@ def mark(
 def _region(user_calls: KeptCalls) -> Iterator[None]:
     name = f"r{user_calls.regions}"
     user_calls.regions += 1
-    with torch.fx.traceback.annotate({REGION: name}):
+    before = set_note(REGION, name)
+    try:
         yield
+    finally:
+        if _current.get() is user_calls:  # of a call that failed this comes with the garbage, perhaps in another trace
+            set_note(REGION, before)
 
 
 def _checkpointed(user_calls: KeptCalls, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
@@ -297,8 +300,7 @@ def keeping(user_calls: KeptCalls) -> Iterator[None]:
     try:
         patched.apply = classmethod(apply)
         checkpointing._checkpoint_without_reentrant_generator = _checkpointed(user_calls, generator)
-        with torch.fx.traceback.preserve_node_meta():
-            yield
+        yield
     finally:
         patched.apply = original
         checkpointing._checkpoint_without_reentrant_generator = generator
