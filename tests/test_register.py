@@ -360,7 +360,7 @@ def test_inputs_for_probing_serve_where_values_matter():
     with pytest.warns(UserWarning, match="the rule of factor is not checked: it does not run on the CPU with random"):
         sw.register_op("b n^ m^ -> b n^ m^", factor)
     sw.register_op("b n^ m^ -> b n^ m^", factor, probe=probe)
-    with pytest.raises(RuleError, match="split on n over 2 it does not run on pieces"):
+    with pytest.raises(RuleError, match="split on n over 2 it does not run on shards"):
         sw.register_op("b n m^ -> b n m^", factor, probe=probe)
     found = sw.register_op(None, factor, probe=probe)
 

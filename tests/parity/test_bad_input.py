@@ -129,7 +129,7 @@ def test_data_of_another_dtype_than_the_example(tmp_path, plan):
     def call(rank, model, args):
         model(args[0].double(), args[1])
 
-    words = ("x is float64, and the model was compiled for float32", "x.to(torch.float32)")
+    words = ("x is float64, but the model was compiled for float32", "x.to(torch.float32)")
     refused(InputError, 2, plan, tmp_path, *words, call=call)
 
 
@@ -138,7 +138,7 @@ def test_tokens_that_are_no_integers_any_more(tmp_path):
         model.eval()
         model(args[0].float(), args[1].int())
 
-    words = ("idx is float32, and the model was compiled for int64", "target is int32", "target.to(torch.int64)")
+    words = ("idx is float32, but the model was compiled for int64", "target is int32", "target.to(torch.int64)")
     refused(InputError, 2, "tp=2", tmp_path, *words, name="gpt", call=call)
 
 

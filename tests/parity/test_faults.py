@@ -67,7 +67,7 @@ def test_a_stage_that_is_killed_stops_all(pools, tmp_path, when):
 )
 def test_the_others_name_a_rank_that_was_killed(pools, tmp_path, when, policy, shared):
     other, killed = fail(pools[2], {"rank": 1, when: "kill"}, policy, tmp_path, shared)
-    assert killed == (None, "rank 1 died without a word")
+    assert killed == (None, "rank 1 died without an error")
     assert isinstance(other[0], RankError)
     assert "rank 1 was lost" in str(other[0])
 

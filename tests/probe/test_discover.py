@@ -294,7 +294,7 @@ def reason(*args, **kwargs) -> str:
 
 def test_what_draws_random_numbers_is_not_split():
     assert reason("bernoulli", torch.rand(6, 4, dtype=torch.float64)) == (
-        "it could not be probed: it gives another result each time"
+        "it could not be probed: it returns another result each time"
     )
 
 

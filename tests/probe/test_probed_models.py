@@ -84,7 +84,7 @@ def test_the_plan_says_why_there_is_none():
     plan = sw.plan(Headed(lambda x: noisy(x)), example=example(), plan="dp=2")
     (note,) = (note for note in plan.notes if "noisy" in note)
     assert note.endswith(
-        "has no rule and runs whole on every device: it could not be probed: it gives another result each time"
+        "has no rule and runs whole on every device: it could not be probed: it returns another result each time"
     )
 
 

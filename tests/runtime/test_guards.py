@@ -140,7 +140,7 @@ def test_what_is_new_in_a_call_is_said():
 
     known = [key()]
     wide = (((8, 8), torch.float32, False), "1")
-    assert why_new(known, key(method="loss")) == "it is the first of loss"
+    assert why_new(known, key(method="loss")) == "it is the first call of loss"
     assert why_new(known, key(spec="x y")) == "it passes other arguments, by their names or nesting"
     assert why_new(known, key(leaves=wide)) == "it passes other shapes, dtypes or requires_grad"
     assert why_new(known, key(modes=(False,))) == "other modules are in train or eval mode"

@@ -50,7 +50,7 @@ def test_ranks_that_pass_the_same_are_let_through():
     ("passed", "words"),
     [
         (lambda rank: (signature(program="train" if rank < 1 else "eval"), X, MASK), "rank 1 runs eval (its call"),
-        (lambda rank: (signature(n=str(rank)), X, MASK), "rank 1 passes 1 as n, and rank 0 0; pass the same"),
+        (lambda rank: (signature(n=str(rank)), X, MASK), "rank 1 passes 1 as n, but rank 0 0; pass the same"),
         (lambda rank: (signature(), X + rank, MASK), "rank 1 passes another batch than rank 0: x differs; inputs="),
         (lambda rank: (signature(), X, MASK - rank), "rank 1 passes another mask than rank 0; an input without"),
         (lambda rank: (signature("per_rank"), X, MASK - rank), "rank 1 passes another mask than rank 0"),

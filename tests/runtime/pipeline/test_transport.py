@@ -27,7 +27,7 @@ def test_between_threads_messages_keep_their_order():
 def test_between_threads_a_wrong_message_is_refused():
     first, second = QueueTransport.between(2)
     first.send(torch.zeros(3), 1)
-    with pytest.raises(RankError, match=r"rank 0 to rank 1 is \(3,\) torch.float32, and \(2,\) torch.float32 was"):
+    with pytest.raises(RankError, match=r"rank 0 to rank 1 is \(3,\) torch.float32, but \(2,\) torch.float32 was"):
         second.receive(torch.zeros(2), 0).wait()
 
 

@@ -131,7 +131,7 @@ def _look(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 def _refuse_around(wrapper: str, remedy: str) -> NoReturn:
     raise InputError(
-        f"{wrapper} can't wrap a compiled model or a module with compiled parts: ranks hold shards, which "
+        f"{wrapper} can't be put around a compiled model or a module with compiled parts: ranks hold shards, which "
         f"sw.parallelize keeps in sync already ({remedy}). Leave it out, and with accelerate leave the model and its "
         "optimizer out of accelerator.prepare"
     )
