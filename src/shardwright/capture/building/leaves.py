@@ -112,7 +112,7 @@ class Leaves:
             what = f"{base_name(step.target)} reads the parameter {key} before forward writes to it"
             if step.place.region:
                 what = f"forward writes to the parameter {key}, and checkpointing reads it again after that"
-            remedy = "Write to it in the training loop, or, if no optimizer trains it, make it a buffer (register_buffer)."
+            remedy = "Write to it in the training loop, or, if it is not trained, make it a buffer (register_buffer)."
             raise unsupported(what, step.place.source, remedy)
 
     def _module_tensors(self) -> dict[str, TensorHandle]:
