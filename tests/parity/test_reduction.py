@@ -121,7 +121,7 @@ def test_a_sum_divided_by_the_total():
 def test_what_is_refused():
     for reduction, mode, words in (
         ("token", "global", 'for inputs="per_replica"'),
-        ("avg", "per_replica", "is unknown"),
+        ("avg", "per_replica", "is not known"),
     ):
         with pytest.raises(InputError, match=words):
             parallelize(Tagger(), plan="single", inputs=mode, reduction=reduction, example=(X,))
