@@ -7,6 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardwright.cost.reshard_prices import BytePrices
+from shardwright.cost.reshard_search import find_reshards, step_price
 from shardwright.errors import LayoutError
 from shardwright.layout import (
     INVARIANT,
@@ -21,7 +23,7 @@ from shardwright.layout import (
     make_shard,
     replicated,
 )
-from shardwright.reshard import find_reshards, forget_gradient, reordered, reshard_cost, same_placement
+from shardwright.reshard import forget_gradient, reordered, same_placement
 from tests.layout.drawn import factored, few, layouts, meshes, numbered, piece, shape_of
 from tests.layout.simulated import FORWARD, assert_lies, backward, forward, spread
 
@@ -36,8 +38,7 @@ def conversions(draw):
 
 
 def steps_between(start: Layout, goal: Layout, shape, sizes, gradient: bool = True):
-    _, steps, _ = find_reshards([start], goal, shape, 4, sizes, gradient)
-    return steps
+    return find_reshards(start, goal, shape, 4, BytePrices(sizes), gradient).steps
 
 
 def kinds(steps) -> list[str]:
@@ -106,28 +107,18 @@ def test_no_way_is_dearer_than_the_one_through_whole(case):
     mesh, shape, start, goal = case
     middle = replicated(len(shape))
 
-    _, steps, cost = find_reshards([start], goal, shape, 4, mesh.sizes, True)
-    there = find_reshards([start], middle, shape, 4, mesh.sizes, True)[2]
-    back = find_reshards([middle], goal, shape, 4, mesh.sizes, True)[2]
+    prices = BytePrices(mesh.sizes)
 
-    assert cost <= there + back + 1e-6
+    path = find_reshards(start, goal, shape, 4, prices, True)
+    there = find_reshards(start, middle, shape, 4, prices, True)
+    back = find_reshards(middle, goal, shape, 4, prices, True)
+
+    assert path.cost <= there.cost + back.cost + 1e-6
     before, total = start, 0.0
-    for step in steps:
-        total += reshard_cost(step, before, float(np.prod(shape) * 4), mesh.sizes, True)
+    for step in path.steps:
+        total += sum(step_price(step, before, float(np.prod(shape) * 4), prices, True))
         before = step.after
-    assert total == pytest.approx(cost)
-
-
-@few
-@given(conversions())
-def test_from_several_starts_the_nearest_is_taken(case):
-    mesh, shape, start, goal = case
-
-    index, steps, cost = find_reshards([start, goal], goal, shape, 4, mesh.sizes, True)
-
-    assert cost == 0.0
-    assert steps == ()
-    assert index == 1 or same_placement(start, goal, mesh.sizes)
+    assert total == pytest.approx(path.cost)
 
 
 # The table of section 4: one axis, one step.
@@ -170,7 +161,8 @@ def test_a_bias_that_is_only_sent_through_is_not_summed_and_cut_in_two_steps():
 
     assert step.kind == "reduce_scatter"
     assert kinds(naive) == ["all_reduce", "shard"]
-    assert reshard_cost(step, AT["P"], 1e9, {"tp": 2}, False) < reshard_cost(naive[0], AT["P"], 1e9, {"tp": 2}, False)
+    prices = BytePrices({"tp": 2})
+    assert sum(step_price(step, AT["P"], 1e9, prices, False)) < sum(step_price(naive[0], AT["P"], 1e9, prices, False))
 
 
 def test_a_cut_of_other_blocks_on_the_same_dim_is_gathered_and_taken_anew():
@@ -187,6 +179,43 @@ def test_a_maximum_is_reduced_as_a_maximum_and_never_scattered():
 
     assert kinds(steps) == ["reduce", "shard"]
     assert steps[0].reduction == "max"
+
+
+BOTH = {"dp": 2, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("placement", "there", "back"),
+    [(INVARIANT, "all_gather", "shard"), (REPLICATE, "all_gather_to_r", "shard_from_r")],
+)
+def test_shards_of_two_axes_that_are_one_together_are_gathered_and_taken_at_once(placement, there, back):
+    split = make_layout([[contiguous_shard(DP, 8), make_shard(Axis(name="tp", size=4), [Block(1, 4, 1)])]])
+    copies = make_layout([[]], {"dp": placement, "tp": placement})
+
+    (gather,) = steps_between(split, copies, (8,), BOTH)
+    (take,) = steps_between(copies, split, (8,), BOTH)
+
+    assert (gather.kind, gather.axes, gather.sharding.blocks) == (there, ("dp", "tp"), (Block(1, 8, 1),))
+    assert (take.kind, take.axes, take.sharding.blocks) == (back, ("dp", "tp"), (Block(1, 8, 1),))
+
+
+def test_shards_of_two_factors_are_gathered_one_after_the_other():
+    """Heads, and the width in each: no one shard over both axes leaves a device with that."""
+    heads, width = make_shard(Axis(name="tp", size=4), [Block(1, 8, 2)]), make_shard(DP, [Block(2, 2, 1)])
+
+    steps = steps_between(make_layout([[heads, width]]), replicated(1), (16,), BOTH)
+
+    assert kinds(steps) == ["all_gather", "all_gather"]
+
+
+def test_a_major_shard_is_added_under_a_minor_one_of_another_factor():
+    """dp comes last, though the goal has it first, so that tp is gathered by half as much."""
+    goal = make_layout([[make_shard(DP, [Block(1, 2, 4)]), make_shard(Axis(name="tp", size=4), [Block(1, 4, 1)])], []])
+    start = make_layout([[make_shard(Axis(name="tp", size=4), [Block(2, 4, 1)])], []])
+
+    (step,) = steps_between(start, goal, (8, 3), BOTH)
+
+    assert (step.kind, step.axes, step.sharding.blocks, step.after) == ("shard", ("dp",), (Block(1, 2, 1),), goal)
 
 
 def test_only_the_minor_most_axis_of_a_dim_is_gathered_directly():

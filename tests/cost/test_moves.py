@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.cluster import find
-from shardwright.cost.reshard_prices import ReshardPrices
+from shardwright.cost.reshard_tables import ReshardTables
 from shardwright.cost.resources import Resource
 from shardwright.layout import PARTIAL, REPLICATE, Layout, make_layout
 from tests.layout.drawn import mesh_of
@@ -20,7 +20,7 @@ def layout(**rest) -> Layout:
 
 def price(start: Layout, goal: Layout) -> tuple[float, float]:
     """Seconds that are waited for, forward and backward."""
-    used = ReshardPrices(MESH, find("8xA100-80GB")).prices([start, layout()], [layout(), goal], BYTES, True)[0, 1]
+    used = ReshardTables(MESH, find("8xA100-80GB")).prices([start, layout()], [layout(), goal], BYTES, True)[0, 1]
     return used[Resource.SEND_FORWARD], used[Resource.SEND_BACKWARD]
 
 
@@ -33,7 +33,7 @@ def price(start: Layout, goal: Layout) -> tuple[float, float]:
     ],
 )
 def test_a_sum_over_two_axes_is_one_over_both(start, goal, sums):
-    moves = ReshardPrices(MESH, find("8xA100-80GB"))
+    moves = ReshardTables(MESH, find("8xA100-80GB"))
     once = moves.waited("all_reduce", BYTES, ("x", "y"))
 
     assert price(start, goal) == pytest.approx(tuple(count * once for count in sums))
@@ -41,7 +41,7 @@ def test_a_sum_over_two_axes_is_one_over_both(start, goal, sums):
 
 
 def test_different_sums_are_made_one_after_the_other():
-    moves = ReshardPrices(MESH, find("8xA100-80GB"))
+    moves = ReshardTables(MESH, find("8xA100-80GB"))
     apart = [moves.waited("all_reduce", BYTES, (axis,)) for axis in "xy"]
 
     assert price(layout(x=PARTIAL), layout(y=REPLICATE)) == pytest.approx(tuple(apart))

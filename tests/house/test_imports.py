@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "capture": "errors batch_dim precision layout control_flow ir rules ops",
     "cost": "errors layout reshard schedule ir rules cluster ops",
     "plan": "errors layout reshard schedule ir rules cluster ops cost",
-    "lower": "errors layout reshard schedule ir rules ops plan",
+    "lower": "errors layout reshard schedule ir rules ops cost plan",
     "probe": "errors layout ir rules ops capture lower",
     "emit": "errors layout schedule ir rules ops plan lower",
     "runtime": "errors batch_dim layout control_flow schedule",

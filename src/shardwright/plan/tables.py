@@ -218,8 +218,9 @@ class Tables:
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
         return simulate_memory(
-            self.analysis, self.mesh, choices, storage, self.training, recompute, traits=self.moves.traits
-        )
+            self.analysis, self.mesh, choices, storage, self.training, recompute,
+            traits=self.moves.traits, prices=self.moves,
+        )  # fmt: skip
 
     # -- the way back ----------------------------------------------------------------------
 
