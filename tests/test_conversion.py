@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwright.cost.reshard_prices import BytePrices
-from shardwright.cost.reshard_search import find_reshards, step_price
+from shardwright.cluster import find
+from shardwright.cost.reshard_prices import BytePrices, prices_of
+from shardwright.cost.reshard_search import cheapest_tree, find_reshards, step_price
 from shardwright.errors import LayoutError
 from shardwright.layout import (
     INVARIANT,
@@ -41,6 +42,15 @@ def steps_between(start: Layout, goal: Layout, shape, sizes, gradient: bool = Tr
     return find_reshards(start, goal, shape, 4, BytePrices(sizes), gradient).steps
 
 
+@st.composite
+def priced_conversions(draw):
+    """A conversion, and the steps of it by bytes or on a cluster; from two nodes on paths differ with the bytes."""
+    mesh, shape, start, goal = draw(conversions())
+    cluster, item = draw(st.sampled_from([None, "cpu:27", "9x3xA100-80GB"])), draw(st.sampled_from([4, 2**16, 2**26]))
+    prices = prices_of(mesh, find(cluster) if cluster else None)
+    return mesh, shape, start, goal, find_reshards(start, goal, shape, item, prices, True).steps
+
+
 def kinds(steps) -> list[str]:
     return [step.kind for step in steps]
 
@@ -49,37 +59,32 @@ def kinds(steps) -> list[str]:
 
 
 @few
-@given(conversions())
+@given(priced_conversions())
 def test_there_is_a_way_between_any_two_layouts_and_it_brings_the_value_there(case):
-    mesh, shape, start, goal = case
+    mesh, shape, start, goal, steps = case
     random = np.random.default_rng(0)
     value = random.integers(-99, 99, shape)
-
-    steps = steps_between(start, goal, shape, mesh.sizes)
 
     assert_lies(forward(steps, spread(value, start, mesh, random), mesh), value, goal, mesh)
 
 
 @few
-@given(conversions())
+@given(priced_conversions())
 def test_on_the_way_back_the_gradient_arrives_in_the_layout_that_the_start_promises(case):
-    mesh, shape, start, goal = case
+    mesh, shape, start, goal, steps = case
     random = np.random.default_rng(0)
     gradient = random.integers(-99, 99, shape)
-
-    steps = steps_between(start, goal, shape, mesh.sizes)
 
     held = spread(gradient, goal.gradient(), mesh, random)
     assert_lies(backward(steps, held, mesh), gradient, start.gradient(), mesh)
 
 
 @few
-@given(conversions())
+@given(priced_conversions())
 def test_every_step_on_the_way_ends_in_the_layout_it_names(case):
-    mesh, shape, start, goal = case
+    mesh, shape, start, _, steps = case
     random = np.random.default_rng(0)
     value = random.integers(-99, 99, shape)
-    steps = steps_between(start, goal, shape, mesh.sizes)
     held = spread(value, start, mesh, random)
 
     for step in steps:
@@ -119,6 +124,42 @@ def test_no_way_is_dearer_than_the_one_through_whole(case):
         total += sum(step_price(step, before, float(np.prod(shape) * 4), prices, True))
         before = step.after
     assert total == pytest.approx(path.cost)
+
+
+# Several uses.
+
+
+@st.composite
+def uses(draw):
+    mesh, factors = draw(meshes()), draw(factored())
+    goals = [draw(layouts(mesh, factors)) for _ in range(draw(st.integers(1, 4)))]
+    return mesh, shape_of(factors), draw(layouts(mesh, factors)), list(dict.fromkeys(goals))
+
+
+@few
+@given(uses(), st.sampled_from([None, "9x3xA100-80GB"]), st.sampled_from([4, 2**26]))
+def test_a_tree_gives_each_use_its_layout_and_the_producer_the_sum_of_their_gradients(case, cluster, item):
+    mesh, shape, start, goals = case
+    random = np.random.default_rng(0)
+    value, *gradients = (random.integers(-99, 99, shape) for _ in range(len(goals) + 1))
+    prices = prices_of(mesh, find(cluster) if cluster else None)
+
+    tree = cheapest_tree(start, goals, shape, item, prices, True)
+
+    forms = [spread(value, start, mesh, random)]
+    for parent, step in tree.branches:
+        forms.append(forward([step], forms[parent], mesh))
+    backs = [dict.fromkeys(mesh.devices, 0) for _ in forms]
+    for goal, gradient in zip(goals, gradients, strict=True):
+        assert_lies(forms[tree.ends[goal]], value, goal, mesh)
+        terms = spread(gradient, goal.gradient(), mesh, random)
+        backs[tree.ends[goal]] = {device: backs[tree.ends[goal]][device] + terms[device] for device in mesh.devices}
+    for at in reversed(range(1, len(forms))):
+        if not all(np.isscalar(array) for array in backs[at].values()):
+            parent, step = tree.branches[at - 1]
+            terms = backward([step], backs[at], mesh)
+            backs[parent] = {device: backs[parent][device] + terms[device] for device in mesh.devices}
+    assert_lies(backs[0], sum(gradients), start.gradient(), mesh)
 
 
 # The table of section 4: one axis, one step.

@@ -279,8 +279,7 @@ def _reshards(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedReshard
         goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
         value = graph.values[entry.name]
         path = find_reshards(source, goal, value.shape, tables.training.item(value), tables.moves, value.gradient)
-        ways = table.ways if isinstance(table, EdgeTable) else ()
-        again = forward if ways and ways[states[factor.variables[-1]]] == "again" else 0.0
+        again = forward if isinstance(table, EdgeTable) and _runs_again(table, states[factor.variables[-1]]) else 0.0
         yield PricedReshard(
             name=f"{_maker(tables, entry.name)} -> {entry.reader or 'its readers'}",
             steps=path.steps,
@@ -288,6 +287,11 @@ def _reshards(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedReshard
             backward=times * (backward - again),
             again=times * again,
         )
+
+
+def _runs_again(table: EdgeTable, option: int) -> bool:
+    """Whether an edge is recomputed in backward."""
+    return table.again or (bool(table.ways) and table.ways[option] == "again")
 
 
 def _maker(tables: Tables, value: str) -> str:
