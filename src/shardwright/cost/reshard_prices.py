@@ -103,13 +103,9 @@ class BytePrices(ReshardPrices):
 
 
 @lru_cache(maxsize=256)
-def _byte_prices(sizes: tuple[tuple[str, int], ...]) -> BytePrices:
-    return BytePrices(dict(sizes))
-
-
 def prices_of(mesh: Mesh, cluster: Cluster | None, placed: Mesh | None = None) -> ReshardPrices:
-    """The prices on a mesh: seconds if the cluster is known, else bytes."""
-    return _byte_prices(tuple(mesh.sizes.items())) if cluster is None else ClusterPrices(mesh, cluster, placed)
+    """The prices on a mesh: seconds if the cluster is known, else bytes. The same object for the same mesh."""
+    return BytePrices(mesh.sizes) if cluster is None else ClusterPrices(mesh, cluster, placed)
 
 
 class ClusterPrices(ReshardPrices):
