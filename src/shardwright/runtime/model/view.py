@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from shardwright.errors import InputError
-
 from ..world import World
 from .guards import SLOTS, AttributeGuard, Watchable, settings_of
 from .methods import method_of, property_of
 from .overrides import overridden
 from .pinned import check_global_hooks, check_hooks
+from .stale_attributes import refuse_reads
 from .wrappers import Unwrappable
 
 
@@ -44,11 +43,6 @@ class ModelView(Unwrappable):
                 raise
             if isinstance(getattr(type(root), name, None), property) and self._guard is not None:
                 return property_of(self, name)
-            if name in self._around.get("left", ()):
-                raise InputError(
-                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: its value "
-                    "is from when the model was compiled; return it from forward"
-                ) from None
             value = getattr(root, name)
             if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
                 raise
@@ -115,7 +109,7 @@ class ModelView(Unwrappable):
         self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = (), left: Iterable[str] = ()
     ) -> None:
         """A program with these constants was compiled; `left`: attributes that the call would set."""
-        self._around["left"] = {*self._around.get("left", ()), *left}
+        refuse_reads(self._around["root"], left)
         if self._guard is not None:
             self._guard.watch(reads, variables)
 
