@@ -39,7 +39,7 @@ def program_of(text: str, analysed: tuple[Graph, Analysis]) -> LoweredProgram:
 
 
 def layouts_of(program: LoweredProgram) -> dict[str, str]:
-    return {holding.key: str(holding.layout) for holding in program.parameters}
+    return {holding.name: str(holding.layout) for holding in program.parameters}
 
 
 @pytest.mark.parametrize(
