@@ -87,7 +87,7 @@ def test_two_heads_are_computed_by_pairs_and_their_product_is_shared():
 
 
 def test_six_heads_are_cut_by_two_and_then_unevenly():
-    (holding,) = (h for h in program_of("tp=4", gpt(6)).parameters if h.key == "blocks.0.attn.proj.weight")
+    (holding,) = (h for h in program_of("tp=4", gpt(6)).parameters if h.name == "blocks.0.attn.proj.weight")
     sizes = {"tp0": 2, "tp1": 2}
 
     local = [

@@ -11,6 +11,7 @@ from shardwright.runtime.parameters.full_tensors import coordinates, gather_tens
 from shardwright.runtime.parameters.table import ParameterEntry, parse, shard
 from shardwright.runtime.world import Groups
 from shardwright.storage import ParameterSpec, parse_storage, storage_layout, wanted_groups, zero_axes
+from shardwright.storage.zero3 import Zero3
 from tests.runtime.ranks import run_ranks
 
 TP = Axis(name="tp", size=2)
@@ -101,7 +102,7 @@ def test_parse_reads_the_words_of_a_generated_file():
         ("blocks.1.qkv.weight",),
     ]
     assert found[3].unit == "blocks.1"
-    assert found[3].zero == (("dp", 3),)
+    assert found[3].storage == Zero3(("dp",))
     assert found[1].layout.shards[0] == (make_shard(TP, [Block(3, 4, 2)]),)
     assert found[2].layout.shards[1] == (contiguous_shard(TP, 8),)
     assert not found[2].trainable
