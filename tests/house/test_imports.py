@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
     "cost": "errors layout storage reshard schedule ir rules cluster ops",
     "plan": "errors layout storage reshard schedule ir rules cluster ops cost",
-    "lower": "errors layout storage reshard schedule ir rules ops plan",
+    "lower": "errors layout storage reshard schedule ir rules ops cost plan",
     "probe": "errors layout ir rules ops capture lower",
     "emit": "errors layout storage schedule ir rules ops plan lower",
     "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
