@@ -19,6 +19,7 @@ from shardwright.lower.program import flat
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
+from shardwright.storage.zero3 import Zero3
 from tests.lower.test_collectives import program_of
 from tests.plan.graphs import facts_of, graph_of
 
@@ -173,7 +174,7 @@ def test_a_mean_of_what_is_whole_stays_a_mean():
 
 def test_fixed_homes_are_kept_for_the_entries_after_the_first():
     graph, analysis = graph_of("gpt"), facts_of("gpt")
-    storage_options = {held.key: held.layout for held in program_of("tp=2").parameters}
+    storage_options = {held.name: held.layout for held in program_of("tp=2").parameters}
 
     again = lower(
         graph, build_plan(graph, parse_plan_string("tp=2"), analysis), analysis, storage_options=storage_options
@@ -185,8 +186,8 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
         storage_options={"wte.weight": replicated(2)},
     )
 
-    assert {held.key: held.layout for held in again.parameters} == storage_options
-    assert next(held.layout for held in other.parameters if held.key == "wte.weight") == replicated(2)
+    assert {held.name: held.layout for held in again.parameters} == storage_options
+    assert next(held.layout for held in other.parameters if held.name == "wte.weight") == replicated(2)
 
 
 # Recomputation.
@@ -264,14 +265,14 @@ def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_t
     analysis = analyse(graph)
     plan = build_plan(graph, parse_plan_string("zero3=2"), analysis)
     program = lower(graph, plan, analysis)
-    ((axis, _),) = program.parameters[0].zero
+    (axis,) = program.parameters[0].storage.axes
 
-    again = lower(graph, plan, analysis, storage_options={held.key: held.layout for held in program.parameters})
+    again = lower(graph, plan, analysis, storage_options={held.name: held.layout for held in program.parameters})
 
     assert again.parameters == program.parameters
-    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.parameters} == {
-        "up.weight": (((axis, 3),), INVARIANT), "up.bias": (((axis, 3),), INVARIANT),
-        "down.weight": (((axis, 3),), REPLICATE), "down.bias": (((axis, 3),), REPLICATE),
+    assert {held.name: (held.storage, held.layout.placement(axis)) for held in program.parameters} == {
+        "up.weight": (Zero3((axis,)), INVARIANT), "up.bias": (Zero3((axis,)), INVARIANT),
+        "down.weight": (Zero3((axis,)), REPLICATE), "down.bias": (Zero3((axis,)), REPLICATE),
     }  # fmt: skip
 
 

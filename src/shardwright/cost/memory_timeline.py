@@ -22,7 +22,7 @@ from .flow import GradientFlow
 from .fusing import fuse
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .lifetimes import deaths
-from .rank_program import Choices, ParameterMemory, RankProgram, RankStep, Storage, steps_of
+from .rank_program import Choices, ParameterMemory, RankProgram, RankStep, StorageByKey, steps_of
 from .reshard_prices import ReshardPrices
 from .training import ON_CPU, BackendTraits, TrainingSetup
 from .updates import GradientBuckets, Zero3Units
@@ -57,7 +57,7 @@ def simulate_memory(
     analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
-    storage: Storage,
+    storage: StorageByKey,
     training: TrainingSetup,
     recompute: Sequence[str] = (),
     *,
@@ -235,7 +235,7 @@ class MemoryTimeline:
     def _complete(self, parameter: ParameterMemory) -> None:
         """A parameter has its whole gradient of this backward."""
         storage = self.gradients.pop(parameter.value, None)
-        if parameter.level == 3:
+        if parameter.storage.shards_parameter:
             self.units.arrived(parameter, storage)
         elif parameter.sums:
             self.buckets.arrived(parameter)
@@ -246,14 +246,14 @@ class MemoryTimeline:
             self.heap.drop(storage)
 
     def update(self) -> None:
-        """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
+        """The optimizer's own tensors, and the parameters whose updated shards are gathered."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
-        shares = [parameter.share * parameter.wider for parameter in self.program.parameters if parameter.trainable]
+        shares = [parameter.updated * parameter.wider for parameter in self.program.parameters if parameter.trainable]
         if self.training.states() and not self.traits.fuses(self.training.optimizer):
             heap.touch(sum(shares) if self.traits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
-        split = [parameter for parameter in self.program.parameters if parameter.level in (1, 2)]
+        split = [parameter for parameter in self.program.parameters if parameter.storage.updates_shard]
         copies = 2.0 if self.traits.copies else 1.0
         heap.touch(sum(copies * parameter.bytes + parameter.share for parameter in split))

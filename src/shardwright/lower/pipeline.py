@@ -117,7 +117,7 @@ def lower_pipeline(
         received |= {(value, number): placer.taken_as(value) for value in task.entering}
         sent |= {value: placer.given_as(value) for value in task.leaving}
         programs[number] = run(placer)
-        layouts = {stored.key: stored.layout for stored in programs[number].parameters}
+        layouts = {stored.name: stored.layout for stored in programs[number].parameters}
         settled[segments[number].mesh] = settled.get(segments[number].mesh, {}) | layouts
     passages = tuple(_passage(graph, crossing, sent, received, meshes) for crossing in shard.crossings)
     ordered = tuple(programs[number] for number in range(len(segments)))

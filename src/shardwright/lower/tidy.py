@@ -90,10 +90,6 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
     """A matmul or convolution and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
     producers = {name: op for op in program.body for name in op.outputs}
-    parameters = {holding.value for holding in program.parameters}
-    parameters |= {
-        name for name, op in producers.items() if op.target == "aten._to_copy.default" and op.inputs[0] in parameters
-    }
     replaced: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
@@ -111,16 +107,17 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
             bias = view.inputs[0]
         elif spatial:
             continue
+        if len(program.values[bias].shape) != 1:  # what F.linear and F.conv2d take
+            continue
         alone = len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed
         if (product.no_grad, product.autocast, product.region) != (op.no_grad, op.autocast, op.region):
             continue
-        if spatial and not _per_channel(program.values[op.inputs[1]].shape, program.values[op.outputs[0]].shape):
+        addend, out = program.values[op.inputs[1]], program.values[op.outputs[0]]
+        if not (_per_channel(addend.shape, out.shape) if spatial else addend.shape == out.shape[-1:]):
             continue
-        if (
-            not alone
-            or bias not in parameters
-            or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest
-        ):
+        if addend.dtype != program.values[op.inputs[0]].dtype:
+            continue
+        if not alone or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest:
             continue
         replaced[op.name] = _with_bias(product, op, bias)
         gone.add(product.name)

@@ -385,9 +385,7 @@ def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: C
     builder = PlanBuilder(analysis.graph, mesh, analysis)
     for op, choice in choices.items():
         builder.choices[op] = {names[axis]: role for axis, role in choice.items()}
-    for key, levels in storage.items():
-        for axis, level in levels:
-            builder.storage.setdefault(key, {})[names[axis]] = level
+    builder.storage |= {key: stored.renamed(names).written() for key, stored in storage.items() if stored.axes}
     for path in tables.recompute(states):
         builder.recompute(path)
     for item in constraints.items:

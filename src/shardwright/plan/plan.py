@@ -22,6 +22,7 @@ from ..errors import PlanError, raise_all
 from ..ir import Graph
 from ..ir.paths import prefixes
 from ..layout import Mesh
+from ..storage import Storage
 from .folding import cover, fold, star
 
 VERSION = 1
@@ -68,7 +69,7 @@ class Plan:
     cluster: str
     fingerprints: Mapping[str, str]  # of the graph of each entry
     entries: Mapping[str, tuple[PlanStage, ...]]
-    storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)  # of each parameter, if any is sharded for storage
     microbatches: int = 1
     schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
     steps: Mapping[str, Any] | None = None  # a custom schedule in full, as `Schedule.to_json` says it
@@ -143,7 +144,7 @@ class Plan:
             "microbatches": self.microbatches,
             **pipeline,
             "fingerprints": dict(sorted(self.fingerprints.items())),
-            "storage": {key: dict(levels) for key, levels in sorted(folded(self.storage).items())},
+            "storage": {key: stored.written() for key, stored in sorted(folded(self.storage).items())},
             "entries": {
                 entry: [
                     {

@@ -19,6 +19,7 @@ from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Axis, Layout, chunk_bounds, replicated
 from ..rules import Analysis, analyse
+from ..storage import SHARDED_KINDS, Storage
 from .builder import PlanBuilder
 from .plan import Plan
 from .replica_axes import replicas
@@ -107,23 +108,19 @@ def ep(builder: PlanBuilder, axis: Axis) -> None:
         builder.note(f"{axis.name}={axis.size}: no layer of experts can be split; data parallel instead")
 
 
-def zero(level: int) -> Policy:
+def stored_as(kind: type[Storage]) -> Policy:
     def policy(builder: PlanBuilder, axis: Axis) -> None:
         dp(builder, axis)
         for parameter in builder.graph.parameters:
-            if parameter.trainable or level == 3:
-                builder.store(parameter.key, axis, level)
+            if parameter.trainable or kind.shards_parameter:
+                builder.store(parameter.key, axis, kind.symbol)
 
-    policy.__doc__ = {
-        1: "Data parallel with the optimizer state sharded (ZeRO-1).",
-        2: "Data parallel with the optimizer state and the gradients sharded (ZeRO-2).",
-        3: "Data parallel with parameters, gradients and the optimizer state sharded (ZeRO-3).",
-    }[level]
+    policy.__doc__ = f"Data parallel with {kind.describe()} sharded ({kind.title})."
     return policy
 
 
 POLICIES: dict[str, Policy] = {
-    "dp": dp, "tp": tp, "sp": sp, "ep": ep, "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)
+    "dp": dp, "tp": tp, "sp": sp, "ep": ep, **{kind.name: stored_as(kind) for kind in SHARDED_KINDS}
 }  # fmt: skip
 
 

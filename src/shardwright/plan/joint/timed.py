@@ -25,6 +25,7 @@ from ...ir import Graph, Parameter
 from ...ir.graph import ITEM_SIZE
 from ...layout import Axis, Layout, Mesh
 from ...rules import Analysis, Signature
+from ...storage import Storage
 from ..builder import PlanBuilder
 from ..constraints import ChoiceDemand
 from ..context import SearchContext
@@ -32,7 +33,7 @@ from ..limits import Limits
 from ..policies import dp
 from ..problem_structure import ProblemStructure
 from ..spaces import ChoiceSpaces
-from ..storage_options import ParameterCollective, Storage, StorageOptions, StoragePricing, zero_level
+from ..storage_options import ParameterCollective, StorageOptions, StoragePricing
 from ..tables import Tables, storage_options_of
 from .parameters import ParameterBounds
 from .ranks import RankDevices, RankKinds
@@ -97,17 +98,17 @@ class PipelineStoragePricing(StoragePricing):
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         sizes = self.mesh.sizes
         yield from (
-            storage for storage in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis, _ in storage)
+            storage for storage in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis in storage.axes)
         )
 
     def sends(
         self, parameter: Parameter, layout: Layout, storage: Storage, unit: float
     ) -> Iterator[ParameterCollective]:
-        sizes, level = self.mesh.sizes, zero_level(storage)
+        sizes = self.mesh.sizes
         for sent in super().sends(parameter, layout, storage, unit):
             if all(sizes[axis] == 1 for axis in sent.axes):
                 continue
-            yield sent if level == 3 else sent._replace(resource=Resource.UPDATE)
+            yield sent if storage.shards_parameter else sent._replace(resource=Resource.UPDATE)
 
     def _used(self, parameter: Parameter, layout: Layout, storage: Storage, unit: float) -> np.ndarray:
         used = super()._used(parameter, layout, storage, unit)
@@ -116,9 +117,7 @@ class PipelineStoragePricing(StoragePricing):
         if self.spaces.backward and parameter.trainable:
             value = self.graph.values[parameter.value]
             count = self.count(value.shape, layout)
-            aside = (self.shares(count, storage)[3] if zero_level(storage) == 3 else count) * ITEM_SIZE.get(
-                value.dtype, 4
-            )
+            aside = self.stored(count, storage).parameter * ITEM_SIZE.get(value.dtype, 4)
             used[Resource.STORED] += aside
             if self.microbatches > 1:
                 adding = self.moves.device.op_time(0.0, 3.0 * aside, "pointwise", "")
