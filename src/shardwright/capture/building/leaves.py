@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,7 @@ class Leaves:
         return updates
 
     def check_writes(self) -> None:
-        """Buffers and parameters may change in a step; other tensors may not, and a caller's are left alone."""
+        """Buffers and parameters may change in a step; other tensors may not, and the caller is told that theirs stay."""
         for key, handle in self.owned_parameters.items():
             self._check_earlier_reads(key, frozenset(handle.past))
         for key, handle in self.outside.items():
@@ -99,8 +100,12 @@ class Leaves:
                 )
         for leaf, handle in zip([leaf for leaf in self.inputs if leaf.value], self.input_handles, strict=True):
             if handle.version:
-                self.builder.notes.append(
-                    f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
+                note = f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
+                self.builder.notes.append(note)
+                warnings.warn(
+                    f"{note}: the caller's tensor stays as it was. Change a copy ({leaf.path}.clone()), and return it "
+                    "if it is read after the call",
+                    stacklevel=2,
                 )
 
     def _check_earlier_reads(self, key: str, past: frozenset[str]) -> None:
