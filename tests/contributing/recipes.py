@@ -59,6 +59,12 @@ class Recipe:
     commands: tuple[str, ...]
 
 
+def debugging() -> list[str]:
+    """The Python of the section about debugging."""
+    section = PAGE.read_text().split("## Debugging")[1].split("\n## ")[0]
+    return [block["text"] for block in _BLOCK.finditer(section) if block["language"] == "python"]
+
+
 def recipes() -> dict[str, Recipe]:
     """All recipes by title."""
     return {title: _recipe(title, text) for title, text in _SECTION.findall(PAGE.read_text())}
