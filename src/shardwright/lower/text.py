@@ -19,7 +19,7 @@ def _lines(program: LoweredProgram) -> Iterator[str]:
         yield f"  parameter  {parameter.value} {program.layouts[parameter.value]}  {', '.join(parameter.keys)}"
     for kind, ops in (("constant  ", program.constants), ("prologue  ", program.prologue), ("", program.body)):
         for op in ops:
-            yield f"  {kind}{_results(program, op)} = {op.target}({show_arguments(op)})  # {op.name}"
+            yield f"  {kind}{_results(program, op)} = {op.target}({_arguments(op)})  # {op.name}"
     for output, value in zip(program.graph.outputs, program.outputs, strict=True):
         yield f"  output     {value if value is not None else repr(output.literal)}  as {output.path}"
     for key, value in program.updates:
@@ -28,3 +28,9 @@ def _lines(program: LoweredProgram) -> Iterator[str]:
 
 def _results(program: LoweredProgram, op: Op) -> str:
     return ", ".join(f"{name} {program.layouts[name]}" for name in op.outputs)
+
+
+def _arguments(op: Op) -> str:
+    """Reshards have their value as input only, not among their arguments."""
+    arguments = show_arguments(op)
+    return ", ".join([*op.inputs, arguments]) if op.target.startswith("comm.") else arguments
