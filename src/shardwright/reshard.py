@@ -155,7 +155,7 @@ def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mappi
 
 
 def reshards_from(layout: Layout, goal: Layout, sizes: Mapping[str, int], gradient: bool) -> Iterator[Reshard]:
-    """Every useful step on one axis: towards what the goal has there, or to WHOLE on the way."""
+    """Every useful step on one axis: towards what the goal has there, or to INVARIANT on the way."""
     for axis in sorted(layout.axes | goal.axes):
         wanted, current = goal.shard_of(axis), layout.shard_of(axis)
         if current is not None:
@@ -295,7 +295,7 @@ def find_reshards(
 
 
 def forget_gradient(layout: Layout) -> Layout:
-    """The layout of a value that has no gradient: FANNED means nothing there."""
+    """The layout of a value that has no gradient: REPLICATE means INVARIANT there."""
     return make_layout(layout.shards, {name: placement for name, placement in layout.rest if placement != REPLICATE})
 
 

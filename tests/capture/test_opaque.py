@@ -207,7 +207,7 @@ def test_rows_are_checked_backward_too():
 
 def test_what_could_not_be_checked_is_noted():
     assert any("was not checked" in n for n in capture(copy_to_meta(Around(nn.Linear(4, 4), True)), (x(),)).graph.notes)
-    assert any("one row" in note for note in capture(Around(Rows(), batch=True), (x(1),)).graph.notes)
+    assert any("one sample" in note for note in capture(Around(Rows(), batch=True), (x(1),)).graph.notes)
     assert any("random" in note for note in capture(Around(Rows(drop=0.5), batch=True), (x(),)).graph.notes)
     assert capture(Around(Rows(), batch=True), (x(),)).graph.notes == ()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..errors import LoweringError
 from ..ir import Op
-from ..ops import spec_of
+from ..ops import op_kind, spec_of
 from ..rules import has_rule
 from .custom_ops import axes_by_algorithm, localize_custom
 from .program import LoweredProgram
@@ -33,8 +33,9 @@ def localize(program: LoweredProgram) -> LoweredProgram:
 def _check_algorithm(program: LoweredProgram, op: Op, localized: tuple[Op, ...]) -> None:
     """A split by an algorithm must have become a call of it: the op itself would look at one shard only."""
     axes = [axis for axis in axes_by_algorithm(program, op) if program.mesh.sizes[axis] > 1]
-    called = any(new.target.startswith("runtime.") and "aten." not in str(new.argument("path")) for new in localized)
-    if axes and not called:
+    custom = op_kind(op.target) == op.target  # its algorithm is found by its name
+    called = any(new.target.startswith("runtime.") for new in localized)
+    if axes and not (called and (custom or spec_of(op.target).localize is not None)):
         raise LoweringError(
             f"{op}: the rule splits it by an algorithm over {' and '.join(axes)}, but its definition in ops/ has no "
             "localize that calls the algorithm; add one (CONTRIBUTING.md)"

@@ -25,11 +25,11 @@ def check(
     limit: float | Sequence[float] | None = None,
     sizes: Sequence[MicrobatchMemory] | None = None,
 ) -> Schedule:
-    """Return the schedule, or raise one error that says what is wrong with it.
+    """Return the schedule, or raise one error with everything that is wrong with it.
 
     edges   the values that cross between segments: pairs (from, to), or Edge
-    limit   bytes that a device may keep for backwards, one number or one per device; needs sizes
-    sizes   for each segment what a microbatch keeps
+    limit   bytes that a device may save for backward, one number or one per device; needs sizes
+    sizes   for each stage what a microbatch saves
     """
     joined = merged(edges)
     _refuse(schedule, list(_odd_edges(schedule, joined)))
@@ -100,7 +100,7 @@ def _missing(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
     for row in rows:
         for segment in sorted(row.segments):
             for step in sorted(wanted[segment].difference(row.place), key=_natural):
-                yield f"{row.name}: {step} is missing, it holds segment {segment}"
+                yield f"{row.name}: {step} is missing, it has stage {segment}"
     if schedule.inference:
         for step in sorted(step for steps in wanted for step in steps if step.kind == "W"):
             yield f"{step} has no B{step.segment}.{step.microbatch}, and W is a part of a backward"
@@ -162,8 +162,8 @@ def _too_full(
         allowed = limit if isinstance(limit, int | float) else min(limit[device] for device in row.devices)
         if most > allowed:
             yield (
-                f"{row.name}: keeps {most:,.0f} bytes for backwards after {step}, the limit is {allowed:,.0f}; let it "
-                f"keep fewer microbatches, cut them smaller, or recompute"
+                f"{row.name}: saves {most:,.0f} bytes for backward after {step}, the limit is {allowed:,.0f}; let it "
+                f"have fewer microbatches in flight, make them smaller, or recompute"
             )
 
 

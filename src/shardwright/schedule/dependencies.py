@@ -1,4 +1,4 @@
-"""What waits for what, as numbers: the one graph that both the check and the simulation walk through.
+"""What waits for what, as numbers: the one graph that both the check and the simulation traverse.
 
 A message is sent when a step ends and awaited when the step that reads it begins. So a step waits for the step before
 it on each of its devices, and for its messages. Nothing else can hold it up.

@@ -32,10 +32,10 @@ def greedy(
     kinds: str = "FBW",
     name: str = "greedy",
 ) -> Schedule:
-    """Backwards first, forwards as long as what is kept stays within the limit, W when there is nothing else.
+    """Backwards first, forwards as long as saved activations fit the limit, W when there is nothing else.
 
-    limit   bytes that a device may keep for backwards, or without sizes microbatches of segments
-    kinds   "FBW", "FB" with whole backwards, or "F" for inference
+    limit   bytes that a device may save for backward, or without sizes microbatches of stages
+    kinds   "FBW", "FB" with unsplit backwards, or "F" for inference
     """
     if len(times) != len(holders):
         raise ScheduleError(f"there are {len(holders)} segments, but times of {len(times)}")
@@ -100,7 +100,7 @@ class _Maker:
         if left := [lane for lane, done in self.next.items() if done < self.microbatches]:
             full = show_devices({device for _, at in left for device in self.holders[at]})
             raise ScheduleError(
-                f"the limit of {self.limit:,.0f} is too low: the devices {full} may keep no more, and can't go on"
+                f"the limit of {self.limit:,.0f} is too low: the devices {full} may save no more, and can't continue"
             )
         return tuple(map(tuple, self.rows))
 
@@ -129,7 +129,7 @@ class _Maker:
             heappush(events, (now + seconds, *reader, at, False))
 
     def growth(self, lane: Lane) -> float:
-        """What a device keeps more after this step."""
+        """How much more a device saves for backward after this step."""
         forward, backward = self.sizes[lane[1]]
         rest = backward if "W" in self.kinds else 0.0
         return {"F": forward, "B": rest - forward, "W": -rest}.get(lane[0], 0.0)

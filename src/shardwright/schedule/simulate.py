@@ -1,7 +1,7 @@
 """How long a schedule takes: every step begins as soon as its devices are free and its messages are there.
 
 Messages between the same two devices, in the same direction, go one after the other, in the order in which they are
-sent, and beside the computing. A segment on several devices runs on all of them at once.
+sent, overlapped with computation. A stage on several devices runs on all of them at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SimulatedRun:
     starts, ends   of each step, for each device, in seconds
     total          from the first start to the last end
     busy           seconds that each device computes
-    peaks          the most that each device keeps for backwards: bytes, or without sizes microbatches of segments
+    peaks          the most that each device saves for backward: bytes, or without sizes microbatches of stages
     """
 
     schedule: Schedule
@@ -70,7 +70,7 @@ def simulate(
         raise ScheduleError(f"{schedule} has {schedule.segments} segments, but there are times of {len(times)}")
     wiring = dependencies_of(schedule, edges)
     spans = _spans(schedule, wiring, times)
-    ends = _walk(wiring, spans)
+    ends = _end_times(wiring, spans)
     starts: dict[int, tuple[float, ...]] = {}
     stops: dict[int, tuple[float, ...]] = {}
     busy = [0.0] * len(schedule.devices)
@@ -110,8 +110,8 @@ def _spans(schedule: Schedule, wiring: Dependencies, times: Sequence[StageTimes]
     return spans
 
 
-def _walk(wiring: Dependencies, spans: list[float]) -> list[float]:
-    """When each step ends. A step is done when all that it waits for is; its device and its links go on from there."""
+def _end_times(wiring: Dependencies, spans: list[float]) -> list[float]:
+    """When each step ends. A step starts when all that it waits for is done, and frees its device and its links."""
     microbatches, after, sends = wiring.microbatches, wiring.after, wiring.sends
     waits = list(wiring.waits)
     ready = [0.0] * len(waits)

@@ -6,7 +6,7 @@
     W0.3          its backward: the gradients of its parameters
 
 A segment may lie on several devices. They run its steps together, since there are collectives inside.
-What a schedule means is here; whether one can run is asked in `check.py`.
+What a schedule means is here; whether one can run is checked in `check.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Devices = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """One piece of work of a device. A tuple, because a planner makes and hashes them by the million."""
+    """One step of a device. A tuple, because a planner makes and hashes them by the million."""
 
     kind: StepKind
     segment: int
@@ -132,7 +132,7 @@ class Schedule:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Schedule:
         if missing := [key for key in ("name", "microbatches", "holders", "steps") if key not in data]:
-            raise ScheduleError(f"a schedule says nothing about {', '.join(missing)}; it has only {', '.join(data)}")
+            raise ScheduleError(f"a schedule is missing {', '.join(missing)}; it has only {', '.join(data)}")
         rows: dict[int, tuple[Step, ...]] = {}
         for line in data["steps"]:
             where, _, listed = line.partition(":")

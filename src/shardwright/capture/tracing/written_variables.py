@@ -1,7 +1,7 @@
 """Variables outside of modules that a forward writes to: a global counter, a list that it appends to.
 
-A program writes to none of them. A variable that a trace has changed is harmless if it says the same at the next
-call (a warning that was given, a table that is filled once), which is seen by tracing again (export.py). One that holds
+A program writes to none of them. A variable that a trace has changed is harmless if it has the same value at the next
+call (a warning that was given, a table that is filled once), which is seen by tracing again (export.py). One that has
 tensors of the trace is refused: they have no values, and the next call would put nothing there.
 """
 
@@ -34,7 +34,7 @@ class WrittenVariables:
             value, now = _mark(variable)
             if now != before:
                 if any(isinstance(inner, Tensor) and is_fake(inner) for inner in _inside(value)):
-                    raise _refusal([variable], "keeps a tensor of its call in it")
+                    raise _refusal([variable], "stores a tensor of its call in it")
                 variables.append(variable)
         return variables
 
