@@ -176,9 +176,9 @@ def sums(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (centres, r"what it returns differs by .* when its 6 rows are computed as 2 and 4"),
+        (centres, r"what it returns differs by .* when its 6 samples are computed as 2 and 4"),
         (counts, "writes to its buffer count"),
-        (sums, "the same rows, but the shapes are"),
+        (sums, "the same batch dim, but the shapes are"),
     ],
 )
 def test_rows_that_are_not_independent_are_refused(function, words):

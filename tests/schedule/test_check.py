@@ -28,7 +28,7 @@ def own(*rows, holders=((0,), (1,)), microbatches=1):
 @pytest.mark.parametrize(
     ("schedule", "reason"),
     [
-        (own("F0.0", "F1.0 B1.0"), "device 0: B0.0 is missing, it holds segment 0"),
+        (own("F0.0", "F1.0 B1.0"), "device 0: B0.0 is missing, it has stage 0"),
         (own("F0.0 B0.0", "F1.0 B1.0", microbatches=2), "device 1: F1.1 is missing"),
         (own("F0.0 B0.0 F0.0", "F1.0 B1.0"), "device 0: F0.0 runs 2 times, every step runs once"),
         (own("F0.0 B0.0 F1.0", "B1.0"), "device 0: F1.0 is of segment 1, which it does not hold (lies on device 1)"),
@@ -131,7 +131,7 @@ def test_a_device_that_keeps_too_much_is_named():
     check(one_f_one_b(4, 8), edges, limit=4000, sizes=sizes)
     check(one_f_one_b(4, 8), edges, limit=[4000, 3000, 2000, 1000], sizes=sizes)
     with pytest.raises(
-        ScheduleError, match=r"device 0: keeps 4,000 bytes for backwards after F0\.3, the limit is 3,999"
+        ScheduleError, match=r"device 0: saves 4,000 bytes for backward after F0\.3, the limit is 3,999"
     ):
         check(one_f_one_b(4, 8), edges, limit=3999, sizes=sizes)
     with pytest.raises(ScheduleError, match=r"devices 2-3: keeps 8,000 .* the limit is 4,000"):
@@ -142,7 +142,7 @@ def test_what_w_still_needs_counts_until_w():
     edges = [(at, at + 1) for at in range(3)]
 
     check(zero_bubble(4, 8), edges, limit=4000, sizes=[MicrobatchMemory(1000, 1000)] * 4)
-    with pytest.raises(ScheduleError, match=r"device 2: keeps 7,000 (.|\n)*device 3: keeps 8,000"):
+    with pytest.raises(ScheduleError, match=r"device 2: saves 7,000 (.|\n)*device 3: saves 8,000"):
         check(zero_bubble(4, 8), edges, limit=6999, sizes=[MicrobatchMemory(1000, 2000)] * 4)
 
 

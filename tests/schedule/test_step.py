@@ -53,7 +53,7 @@ def test_odd_json_is_refused_with_the_reason(change, reason):
 
 
 def test_json_with_parts_missing_is_refused():
-    with pytest.raises(ScheduleError, match="says nothing about holders, steps"):
+    with pytest.raises(ScheduleError, match="is missing holders, steps"):
         Schedule.from_json({"name": "own", "microbatches": 2})
 
 
