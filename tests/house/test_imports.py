@@ -84,11 +84,11 @@ def wrong(root: Path) -> list[str]:
     return faults
 
 
-def test_the_rooms_keep_their_order():
+def test_the_packages_keep_their_order():
     assert wrong(SRC) == []
 
 
-def test_every_room_is_in_the_table():
+def test_every_package_is_in_the_table():
     rooms = {path.name.removesuffix(".py") for path in SRC.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
@@ -101,7 +101,7 @@ GUESTS = {
 }
 
 
-def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():
+def test_optional_dependencies_are_imported_by_their_packages_alone():
     """And no room may import those rooms, so that import shardwright needs none of them."""
     for found in imports(SRC):
         rooms = GUESTS.get(found.target.split(".")[0])
@@ -109,7 +109,7 @@ def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():
     assert not any({"lightning", "huggingface"} & set(allowed.split()) for allowed in MAY_IMPORT.values())
 
 
-def test_no_two_rooms_import_each_other():
+def test_no_two_packages_import_each_other():
     for room, allowed in MAY_IMPORT.items():
         for other in allowed.split():
             assert room not in MAY_IMPORT[other].split(), f"{room} and {other}"

@@ -56,7 +56,7 @@ def test_all_of_them_are_named_at_once():
         assert reason in str(error.value)
 
 
-def test_a_long_list_of_faults_is_cut():
+def test_a_long_list_of_faults_is_shortened():
     with pytest.raises(ScheduleError, match="and 28 more"):
         check(own("", "", microbatches=20), CHAIN)
 
@@ -73,7 +73,7 @@ def test_a_part_of_a_backward_is_apart_on_all_devices_or_on_none():
         check(schedule, [])
 
 
-def test_a_deadlock_is_told_as_a_circle():
+def test_a_deadlock_is_reported_as_a_cycle():
     schedule = own("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1", microbatches=2)
     with pytest.raises(ScheduleError) as error:
         check(schedule, CHAIN)
@@ -95,7 +95,7 @@ def test_a_deadlock_of_devices_that_meet_in_a_segment_is_found():
         check(three, [])
 
 
-def test_a_long_circle_is_cut():
+def test_a_long_cycle_is_shortened():
     rows = [f"F{at}.0 F{(at - 1) % 10}.0" for at in range(10)]
     schedule = own(*rows, holders=tuple(tuple(sorted((at, (at + 1) % 10))) for at in range(10)))
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_odd_edges_are_refused(edge, reason):
         check(gpipe(2, 2), [edge])
 
 
-def test_a_device_that_keeps_too_much_is_named():
+def test_a_device_that_saves_too_much_is_named():
     sizes = [MicrobatchMemory(1000, 0)] * 4
     edges = [(at, at + 1) for at in range(3)]
 
@@ -134,7 +134,7 @@ def test_a_device_that_keeps_too_much_is_named():
         ScheduleError, match=r"device 0: saves 4,000 bytes for backward after F0\.3, the limit is 3,999"
     ):
         check(one_f_one_b(4, 8), edges, limit=3999, sizes=sizes)
-    with pytest.raises(ScheduleError, match=r"devices 2-3: keeps 8,000 .* the limit is 4,000"):
+    with pytest.raises(ScheduleError, match=r"devices 2-3: saves 8,000 .* the limit is 4,000"):
         check(spread(gpipe(2, 8), [(0, 1), (2, 3)]), CHAIN, limit=[9000, 9000, 9000, 4000], sizes=sizes[:2])
 
 

@@ -57,7 +57,7 @@ def test_json_with_parts_missing_is_refused():
         Schedule.from_json({"name": "own", "microbatches": 2})
 
 
-def test_all_faults_of_a_schedule_are_told_at_once():
+def test_all_faults_of_a_schedule_are_reported_at_once():
     with pytest.raises(ScheduleError) as error:
         Schedule(devices=((Step("X", 0, 0),),), holders=((), (0, 0)), microbatches=0, name="own")  # type: ignore[arg-type]
 
