@@ -69,11 +69,8 @@ def test_an_empty_name_is_found(tmp_path):
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    named = set(
-        re.findall(
-            r"(?<![\w/.-])((?:docs|tests|bench|examples|src/shardwright)/[\w./-]+\.(?:py|md|yaml|sh|json))", text
-        )
-    )
+    folders, kinds = "docs|tests|bench|examples|src/shardwright", "py|md|yaml|sh|json"
+    named = set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]+\.(?:{kinds}))(?!\.?\w)", text))
     named |= {f"src/shardwright/{name}" for name in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)}
     new = set(re.findall(r"[Nn]ew file `([\w/.]+)`", text))  # which a recipe creates
     named -= new | {f"src/shardwright/{name}" for name in new}
