@@ -31,8 +31,8 @@ def own(*rows, holders=((0,), (1,)), microbatches=1):
         (own("F0.0", "F1.0 B1.0"), "device 0: B0.0 is missing, it has stage 0"),
         (own("F0.0 B0.0", "F1.0 B1.0", microbatches=2), "device 1: F1.1 is missing"),
         (own("F0.0 B0.0 F0.0", "F1.0 B1.0"), "device 0: F0.0 runs 2 times, every step runs once"),
-        (own("F0.0 B0.0 F1.0", "B1.0"), "device 0: F1.0 is of segment 1, which it does not hold (lies on device 1)"),
-        (own("F0.0 B0.0 F7.0", "F1.0 B1.0"), "device 0: F7.0 is of segment 7, which it does not hold (there is none)"),
+        (own("F0.0 B0.0 F1.0", "B1.0"), "device 0: F1.0 is of stage 1, which it does not have (lies on device 1)"),
+        (own("F0.0 B0.0 F7.0", "F1.0 B1.0"), "device 0: F7.0 is of stage 7, which it does not have (there is none)"),
         (own("F0.0 B0.0 F0.1", "F1.0 B1.0"), "device 0: F0.1 is too much, there is no such microbatch"),
         (own("P0.1 F0.0 B0.0", "F1.0 B1.0"), "device 0: P0.1 is too much, a prologue has microbatch 0"),
         (own("B0.0 F0.0", "F1.0 B1.0"), "device 0: B0.0 comes before F0.0, which it needs"),
@@ -52,7 +52,7 @@ def test_all_of_them_are_named_at_once():
     with pytest.raises(ScheduleError) as error:
         check(own("B0.0 F0.0 F0.0", "F1.0 F0.0"), CHAIN)
 
-    for reason in ("F0.0 runs 2 times", "B0.0 comes before F0.0", "B1.0 is missing", "does not hold"):
+    for reason in ("F0.0 runs 2 times", "B0.0 comes before F0.0", "B1.0 is missing", "does not have"):
         assert reason in str(error.value)
 
 
@@ -117,7 +117,7 @@ def test_a_value_without_gradient_holds_no_backward_up():
 
 
 @pytest.mark.parametrize(
-    ("edge", "reason"), [((0, 2), "there are only 0 to 1"), ((1, 0), "to later segments only"), ((0, 0), "later")]
+    ("edge", "reason"), [((0, 2), "there are only 0 to 1"), ((1, 0), "to later stages only"), ((0, 0), "later")]
 )
 def test_odd_edges_are_refused(edge, reason):
     with pytest.raises(ScheduleError, match=reason):
@@ -147,5 +147,5 @@ def test_what_w_still_needs_counts_until_w():
 
 
 def test_a_limit_needs_sizes():
-    with pytest.raises(ScheduleError, match="needs the sizes of 2 segments; 0 are given"):
+    with pytest.raises(ScheduleError, match="needs the sizes of 2 stages; 0 are given"):
         check(gpipe(2, 2), CHAIN, limit=1)

@@ -200,7 +200,7 @@ def test_prologues_come_first_on_all_devices_of_their_segment():
 
 
 def test_a_prologue_of_a_segment_that_is_not_there_is_refused():
-    with pytest.raises(ScheduleError, match=r"no prologue for the segments \[2\]: gpipe .* has 0 to 1"):
+    with pytest.raises(ScheduleError, match=r"no prologue for the stages \[2\]: gpipe .* has 0 to 1"):
         with_prologue(gpipe(2, 2), [0, 2])
 
 

@@ -124,7 +124,7 @@ def test_a_schedule_that_hangs_is_not_given_a_time():
 
 
 def test_times_of_all_segments_are_needed():
-    with pytest.raises(ScheduleError, match="has 3 segments, but there are times of 2"):
+    with pytest.raises(ScheduleError, match="has 3 stages, but there are times of 2"):
         simulate(gpipe(3, 1), [UNIT] * 2)
 
 

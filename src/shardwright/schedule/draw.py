@@ -26,7 +26,7 @@ LONGEST = 4  # cells that a step of usual length takes at most, so that one very
 def draw(
     schedule: Schedule, times: Sequence[StageTimes] | None = None, edges: Edges | None = None, width: int = 120
 ) -> str:
-    """The picture of a schedule with these times, or with 1 for each step. Without edges segments form a chain."""
+    """The picture of a schedule with these times, or with 1 for each step. Without edges stages form a chain."""
     if edges is None:
         edges = [(segment, segment + 1) for segment in range(schedule.segments - 1)]
     return draw_run(simulate(schedule, times or [UNIT] * schedule.segments, edges), width)

@@ -1,8 +1,8 @@
 """A schedule made for given times: whenever a device is free, it takes the most urgent step that can run.
 
-For what the known kinds have no answer to: segments on any devices, values that skip segments, very unequal times.
+For what the known kinds have no answer to: stages on any devices, values that skip stages, very unequal times.
 With equal stages in a chain it is as good as 1F1B, and a little worse than the zero-bubble kinds: simulate both.
-Microbatches of a segment are taken in order, so there are few steps to choose from.
+Microbatches of a stage are taken in order, so there are few steps to choose from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .memory import ONE_MICROBATCH, MicrobatchMemory
 from .simulate import StageTimes
 from .step import STEP_KINDS, Devices, Schedule, Step, StepKind, show_devices
 
-Lane = tuple[StepKind, int]  # all microbatches of one kind and segment
+Lane = tuple[StepKind, int]  # all microbatches of one kind and stage
 Event = tuple[float, StepKind, int, int, bool]  # when, what, and whether it ends there or a message for it arrives
 
 
@@ -38,7 +38,7 @@ def greedy(
     kinds   "FBW", "FB" with unsplit backwards, or "F" for inference
     """
     if len(times) != len(holders):
-        raise ScheduleError(f"there are {len(holders)} segments, but times of {len(times)}")
+        raise ScheduleError(f"there are {len(holders)} stages, but times of {len(times)}")
     maker = _Maker(tuple(holders), microbatches, tuple(times), edges, limit, sizes, kinds)
     return Schedule(devices=maker.run(), holders=tuple(holders), microbatches=microbatches, name=name)
 

@@ -164,9 +164,9 @@ USUAL = KINDS["1f1b"]
 
 
 def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule:
-    """For inference. Takes the number of stages, or for each segment the devices that hold it.
+    """For inference. Takes the number of stages, or for each stage the devices that run it.
 
-    Made as if every segment took the same time and read from the one before: right for all values that cross forward.
+    Made as if every stage took the same time and read from the one before: right for all values that cross forward.
     """
     holders = _round_robin(stages) if isinstance(stages, int) else tuple(tuple(devices) for devices in stages)
     _need(stages=len(holders), microbatches=microbatches)
@@ -176,10 +176,10 @@ def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule
 
 
 def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
-    """The schedule with the prologues of these segments first, on all devices that hold them."""
+    """The schedule with the prologues of these stages first, on all devices that run them."""
     chosen = sorted(set(segments))
     if unknown := [segment for segment in chosen if not 0 <= segment < schedule.segments]:
-        raise ScheduleError(f"no prologue for the segments {unknown}: {schedule} has 0 to {schedule.segments - 1}")
+        raise ScheduleError(f"no prologue for the stages {unknown}: {schedule} has 0 to {schedule.segments - 1}")
     rows: dict[tuple[int, tuple[Step, ...]], tuple[Step, ...]] = {}  # devices that shared a row still do
     devices = []
     for device, steps in enumerate(schedule.devices):

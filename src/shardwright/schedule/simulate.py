@@ -18,7 +18,7 @@ from .step import STEP_KINDS, Devices, Schedule
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one microbatch of a segment.
+    """Seconds of one microbatch of a stage.
 
     backward   the gradients of its inputs: B where W is a step of its own
     weight     the gradients of its parameters: W, or added to B where it is not. 0 if backward is already all of it
@@ -65,9 +65,9 @@ class SimulatedRun:
 def simulate(
     schedule: Schedule, times: Sequence[StageTimes], edges: Edges = (), sizes: Sequence[MicrobatchMemory] | None = None
 ) -> SimulatedRun:
-    """Run a schedule that has passed `check` with these times, one for each segment."""
+    """Run a schedule that has passed `check` with these times, one for each stage."""
     if len(times) != schedule.segments:
-        raise ScheduleError(f"{schedule} has {schedule.segments} segments, but there are times of {len(times)}")
+        raise ScheduleError(f"{schedule} has {schedule.segments} stages, but there are times of {len(times)}")
     wiring = dependencies_of(schedule, edges)
     spans = _spans(schedule, wiring, times)
     ends = _end_times(wiring, spans)
@@ -161,8 +161,8 @@ def lower_bound(
     and messages that take no time.
     """
     joined = merged(edges).values()
-    head = [0.0] * len(times)  # until the segment's first F begins
-    tail = [0.0] * len(times)  # from the end of the segment's last B
+    head = [0.0] * len(times)  # until the stage's first F begins
+    tail = [0.0] * len(times)  # from the end of the stage's last B
     for edge in sorted(joined):
         sent = edge.forward if holders[edge.source] != holders[edge.target] else 0.0
         head[edge.target] = max(head[edge.target], head[edge.source] + times[edge.source].forward + sent)
