@@ -95,6 +95,16 @@ def test_a_package_says_what_happens_in_it_and_in_which_order_to_read_it(package
 
 
 PRIVATE = {
+    "seat": "pipeline rank",
+    "seats": "pipeline ranks",
+    "dear": "expensive",
+    "fanned": "replicate",
+    "wishes": "PlanRequest",
+    "Draft": "PlanBuilder",
+    "Looked": "MeshResult",
+    "Habits": "BackendTraits",
+    "PIECES": "PARAMETERS",
+    "roll_call": "all_gather_objects",
     "comes and goes": "transient memory",
     "come and go": "transient memory",
     "dearest": "most expensive",

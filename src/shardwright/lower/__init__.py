@@ -8,14 +8,13 @@ reshards), `local.py` (ops as a rank calls them), `tidy.py` and `overlap.py` (sh
 from .overlap import reshard_kind
 from .passes import PASSES, lower
 from .pipeline import ModelOutput, PipelinePrograms, StageTransfer, lower_pipeline
-from .program import LoweredProgram, ParameterPlacement, PrologueValue, Size, SizeFactor
+from .program import LoweredProgram, PrologueValue, Size, SizeFactor
 from .text import show
 
 __all__ = [
            "PASSES",
            "LoweredProgram",
            "ModelOutput",
-           "ParameterPlacement",
            "PipelinePrograms",
            "PrologueValue",
            "Size",

@@ -7,6 +7,7 @@ file that reads rank, world size and environment.
 """
 
 from shardwright.control_flow import cond, scan, while_loop
+from shardwright.storage import ParameterSpec
 
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
 from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
@@ -17,7 +18,7 @@ from .collectives import comm
 from .collectives.comm import R
 from .collectives.pending import all_reduce_pending
 from .model.program import Program, PrologueCount, local_size, recompute
-from .parameters.spec import ParameterEntry, ParameterSpec, shard
+from .parameters.table import ParameterEntry, shard
 from .world import Group, Groups, World, start
 
 __all__ = [
