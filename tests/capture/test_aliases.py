@@ -236,7 +236,7 @@ def assigned_data_of_another_shape(y: Tensor) -> Tensor:
     [
         (data_of_an_activation, "writes through .data to a tensor"),
         (assigned_data_of_an_activation, "writes through .data to a tensor"),
-        (assigned_data_of_another_shape, "values of a graph keep their shape"),
+        (assigned_data_of_another_shape, "values of a graph never change shape"),
     ],
 )
 def test_a_write_to_data_that_backward_would_read_is_refused(write, reason):

@@ -64,7 +64,7 @@ class Leaves:
                 handles[index] = owned[str(spec.target)]
             elif spec.kind is not InputKind.CONSTANT_TENSOR:
                 kind = spec.kind.name.lower().replace("_", " ")
-                raise CaptureError(f"the model holds a {kind} ({spec.target}), which a graph can't say")
+                raise CaptureError(f"the model has a {kind} ({spec.target}), which a graph can't represent")
             if isinstance(handles[index], TensorHandle):
                 handles[index].storage = node.meta["val"].untyped_storage()._cdata
                 by_storage[handles[index].storage] = handles[index]
@@ -83,7 +83,7 @@ class Leaves:
                 place = OpOrigin() if at is None else steps[at].place
                 arguments, info = {"self": ValueRef(end)}, self.builder.infos[end]
                 updates[start] = self.builder.emit_one("aten.detach.default", arguments, info, place)
-                if at is not None:  # beside what makes it, which says in which stage of a pipeline it is
+                if at is not None:  # next to what makes it, which decides in which pipeline stage it is
                     steps.insert(at + 1, steps.pop())
         return updates
 
@@ -145,7 +145,7 @@ class Leaves:
         lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
         line = next((line for line in lines if line is not None), None)
         if tensor.layout != torch.strided:
-            what = f"It reads a sparse tensor {list(tensor.shape)} that the model keeps, which a program can't hold"
+            what = f"It reads a sparse tensor {list(tensor.shape)} of the model, which a program can't have"
             raise unsupported(what, line, "Keep it dense, or pass it to forward.")
         base = by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None:
