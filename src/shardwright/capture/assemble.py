@@ -25,6 +25,7 @@ from .building.leaves import Leaves
 from .captured import CapturedGraph, ImportedFunction, InputLeaf
 from .copies import copy_module
 from .interpret import run_plain
+from .masks import dense_mask_notes, structure_masks
 from .tracing.attribute_reads import Reads, everything
 from .tracing.export import Trace, trace, without_collection
 from .tracing.python_numbers import Number
@@ -170,6 +171,7 @@ def _finish(
     if promoted:
         promote_floats(builder)
     join_repeats(builder)
+    masks = structure_masks(builder, leaves.known_values())
     updates = {key: builder.now(value) for key, value in updates.items()}
     written = {start: builder.now(value) for start, value in written.items()}
     ends = [None if value is None else builder.now(value) for value in ends]
@@ -204,7 +206,7 @@ def _finish(
             for path, result, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
         ),
         batch=batch.size,
-        notes=tuple(builder.notes),
+        notes=(*builder.notes, *dense_mask_notes(masks, names, builder.infos)),
         branches=branches.graphs,
     )
     return check(graph), names

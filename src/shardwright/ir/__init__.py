@@ -2,6 +2,7 @@
 
 from .check import check
 from .graph import Argument, Buffer, Dtype, Graph, Input, Op, Output, Parameter, Slot, SourceLine, Value
+from .mask import MaskStructure
 from .text import show
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Dtype",
     "Graph",
     "Input",
+    "MaskStructure",
     "Op",
     "Output",
     "Parameter",

@@ -72,6 +72,16 @@ class Leaves:
                 handles[index] = self._constant(spec, node, by_storage)
         return handles
 
+    def known_values(self) -> dict[str, torch.Tensor]:
+        """The values of constants, and of buffers that have some and that forward does not write to."""
+        buffers = {
+            handle.name: buffer
+            for key, buffer in self.module.named_buffers(remove_duplicate=False)
+            for handle in [self.buffers[key]]
+            if handle.name == self.buffer_start[key] and not isinstance(buffer, FakeTensor) and not buffer.is_meta
+        }
+        return {**buffers, **self.constants}
+
     def parameter_updates(self) -> dict[str, str]:
         """What forward leaves in the parameters that it writes to, by their value at the start."""
         steps, updates = self.builder.steps, dict[str, str]()
