@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.ir import MaskStructure, Op
+from shardwright.parallelize import parallelize
 from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task
 from tests.parity.threaded import compare
 
@@ -165,3 +167,47 @@ def test_models_of_transformers_train_as_the_original_does(name, plan):
     options = {"plan_name": plan, "count": 2, "limit": 1e-10, "method": "threads", "timeout": 300}
     report = compare_plan(reference_of(name), plan, **options)
     assert report.passed, report.failures[:3]
+
+
+# -- a buffer that holds a mask
+
+
+class Buffered(nn.Module):
+    """As nanoGPT keeps it: a buffer for the longest sequence, sliced in forward."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("bias", torch.ones(16, 16).tril().view(1, 1, 16, 16), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        n = x.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, self.bias[:, :, :n, :n] == 1).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_holds_a_causal_mask(persistent, plan):
+    torch.manual_seed(0)
+    compared = compare(Buffered(persistent), (torch.randn(4, 6, 8),), plan)
+    assert "is_causal=True" in compared.ranks[0].text
+
+
+def test_other_values_in_that_buffer_are_noticed(tmp_path):
+    torch.manual_seed(0)
+    module, x = Buffered(True).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    model = parallelize(copy.deepcopy(module), plan="single", directory=tmp_path)
+    torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
+    causal_program = model.generated
+    model.load_state_dict(module.state_dict())  # the same values again
+    model(x)
+    assert len(list(tmp_path.rglob("*.py"))) == 1
+
+    module.bias.fill_(1.0)
+    model.load_state_dict(module.state_dict())
+    torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
+    module.bias.copy_(torch.ones(16, 16).tril(1))
+    model.bias.copy_(module.bias)
+    torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
+    assert model.generated != causal_program

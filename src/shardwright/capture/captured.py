@@ -51,6 +51,7 @@ class CapturedGraph:
     opaques: Mapping[str, OpaqueCall] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
     reads: Reads = frozenset()  # the attributes of modules that are constants in the graph
     variables: tuple[Variable, ...] = ()  # globals and the like that may be
+    fixed_buffers: tuple[str, ...] = ()  # the keys of buffers whose values are constants in the graph
     left: tuple[str, ...] = ()  # the attributes of modules that the call has set, and that a program does not
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

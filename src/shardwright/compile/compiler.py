@@ -64,7 +64,7 @@ from .agreement import check_programs, check_settings
 from .batched import stand_in, with_batch
 from .call_mapping import ways_of
 from .files import Generated, generate
-from .meta_copy import calling, carry, check_effects, copy_to_meta, signature, thaw
+from .meta_copy import buffer_values, calling, carry, check_effects, copy_to_meta, fixed_buffers, signature, thaw
 from .parameters import ParameterSharder
 from .pipeline import assemble
 from .pipeline_ranks import PipelineRank, check_held, find_pipeline_ranks, with_masters
@@ -198,7 +198,7 @@ class Compiler:
         if model._holding is None:
             self._hold(model, generated, pp_ranks, groups)
         check_held(pp_ranks, model._ready().pp_ranks, generated)
-        model.watch(captured.reads, captured.variables, captured.left)
+        model.watch(captured.reads, (*captured.variables, *fixed_buffers(model, captured)), captured.left)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, generated, groups)
         return self._load(model, captured, generated[0], next(iter(groups.values())))
@@ -234,7 +234,8 @@ class Compiler:
         with _CAPTURING, casting(called, self.precision):
             if self.floats:
                 self._check_floats(called, shown, spec, real)
-            captured = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
+            captured = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real,
+                               buffers=buffer_values(self.module, model))  # fmt: skip
         check_effects(called, self.skeleton, self.method, captured)
         captured = with_batch(captured, batch, batch.size and batch.size * scale // parts)
         return captured if self.outputs == "all" else replace(captured, graph=only_scalars(captured.graph))

@@ -87,7 +87,10 @@ class Original:
                 skeleton.eval()
             call, exact = (self.task.args, self.task.kwargs), self.task.precision
             with casting(cast(skeleton, exact), exact):
-                plain, wide = capture_pair(skeleton, *call, entry=entry, real=self._real, promote=self._promotes)
+                plain, wide = capture_pair(
+                    skeleton, *call, entry=entry, real=self._real, promote=self._promotes,
+                    buffers=dict(self.module.named_buffers(remove_duplicate=False)),
+                )  # fmt: skip
             self.captures[entry, False] = plain
             if wide is not None:
                 self.captures[entry, True] = wide

@@ -35,6 +35,7 @@ class Leaves:
     module: nn.Module
     traced: Trace
     builder: GraphBuilder
+    values: Mapping[str, torch.Tensor]  # of buffers that the module has no values of, by key
     parameters: dict[str, list[str]] = field(default_factory=dict)  # value -> keys
     trainable: dict[str, bool] = field(default_factory=dict)
     buffers: dict[str, TensorHandle] = field(default_factory=dict)  # key -> handle
@@ -47,6 +48,7 @@ class Leaves:
     input_handles: list[TensorHandle] = field(default_factory=list)
     inputs: list[InputLeaf] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)  # of constants and buffers, those whose values the graph goes by
 
     def placeholders(self, arguments: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """A handle or a literal for each placeholder of the exported program."""
@@ -76,8 +78,8 @@ class Leaves:
         """The values of constants, and of buffers that have some and that forward does not write to."""
         buffers = {
             handle.name: buffer
-            for key, buffer in self.module.named_buffers(remove_duplicate=False)
-            for handle in [self.buffers[key]]
+            for key, original in self.module.named_buffers(remove_duplicate=False)
+            for handle, buffer in [(self.buffers[key], self.values.get(key, original))]
             if handle.name == self.buffer_start[key] and not isinstance(buffer, FakeTensor) and not buffer.is_meta
         }
         return {**buffers, **self.constants}

@@ -24,6 +24,7 @@ LARGEST_VALUE = 1 << 22
 class KnownValues:
     builder: GraphBuilder
     tensors: Mapping[str, Tensor]  # of constants, and of buffers
+    used: set[str]  # of them, those that were looked at
     producers: dict[str, DraftOp] = field(default_factory=dict)
     evaluated: dict[str, Tensor | None] = field(default_factory=dict)
 
@@ -64,6 +65,7 @@ class KnownValues:
     def _tensor(self, name: str) -> Tensor | None:
         if name not in self.tensors:
             return self.evaluated.get(name)
+        self.used.add(name)
         with _disable_current_modes():  # a graph has no devices, and may be promoted
             return self.tensors[name].detach().to("cpu", getattr(torch, self.builder.infos[name].dtype))
 

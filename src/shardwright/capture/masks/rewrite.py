@@ -27,13 +27,13 @@ class DenseMask:
     structure: MaskStructure | None = None
 
 
-def structure_masks(builder: GraphBuilder, tensors: Mapping[str, Tensor]) -> list[DenseMask]:
+def structure_masks(builder: GraphBuilder, tensors: Mapping[str, Tensor], used: set[str]) -> list[DenseMask]:
     """Give attention ops what their masks mean, and take away the masks that they need not read; what is left.
 
-    `tensors` are the values of constants and of buffers that are known.
+    `tensors` are the values of constants and of buffers that are known; those that were looked at are added to `used`.
     """
     fold_repeated_heads(builder)
-    meanings = Meanings(builder, KnownValues(builder, tensors))
+    meanings = Meanings(builder, KnownValues(builder, tensors, used))
     masks = [_structure(meanings, step) for step in builder.steps if is_attention(step)]
     return [mask for mask in masks if mask is not None]
 
