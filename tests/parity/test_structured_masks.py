@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from shardwright.ir import MaskStructure, Op
 from shardwright.parallelize import parallelize
 from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task
-from tests.parity.threaded import compare
+from tests.parity.threaded import compare, whole_gradients
+from tests.runtime.ranks import run_ranks
 
 LENGTH = 8
 SMALL = {
@@ -211,3 +214,75 @@ def test_other_values_in_that_buffer_are_noticed(tmp_path):
     model.bias.copy_(module.bias)
     torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
     assert model.generated != causal_program
+
+
+# -- batches with padding and without
+
+
+def padding_of(*lengths: int) -> Tensor:
+    return (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+
+
+def calls_of(options: dict[str, Any], batches: list[tuple[Tensor, Tensor]], plan: str) -> list[list[Any]]:
+    """On each of two ranks: the loss, the gradients and the program of each batch, with what the original gives."""
+    torch.manual_seed(0)
+    original = Block(padded).double()
+    folder = Path(tempfile.mkdtemp(prefix="padding-"))
+
+    def run(rank: int) -> list[Any]:
+        model = parallelize(copy.deepcopy(original), plan=plan, directory=folder, **options)
+        seen = []
+        for x, keys in batches:
+            own = slice(2 * rank, 2 * rank + 2) if options else slice(None)
+            model.zero_grad()
+            loss = model(x[own], keys[own])
+            loss.backward()
+            programs = len(set(map(id, model._entries.values())))
+            seen.append((loss.detach().clone(), whole_gradients(model), programs))
+        return seen
+
+    return run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [("dp=2", {}), ("tp=2", {}), ("dp=2", {"inputs": "per_replica"}), ("dp=2", {"inputs": "per_rank"})],
+)
+def test_a_batch_without_padding_runs_without_a_mask(plan, options):
+    torch.manual_seed(1)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    batches = [
+        (x, padding_of(6, 6, 6, 6)),
+        (x, padding_of(6, 6, 6, 4)),  # only the second replica has padding
+        (2 * x, padding_of(6, 6, 6, 6)),
+        (x, padding_of(3, 6, 6, 6)),
+    ]
+    for seen in calls_of(options, batches, plan):
+        torch.manual_seed(0)
+        original = Block(padded).double()
+        assert [count for *_, count in seen] == [2, 2, 2, 2]  # programs: for any batch, and for those without padding
+        for (loss, gradients, _), (inputs, keys) in zip(seen, batches, strict=True):
+            original.zero_grad()
+            expected = original(inputs, keys)
+            expected.backward()
+            if options.get("inputs") != "per_replica":  # where each has the loss of its own samples
+                torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+            for name, parameter in original.named_parameters():
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_which_program_runs_is_alike_on_all_ranks(tmp_path):
+    """Of two replicas one has padding: both take the program with a mask, or their collectives would not meet."""
+    torch.manual_seed(0)
+    original, x = Block(padded).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+
+    def run(rank: int) -> list[bool]:
+        model = parallelize(copy.deepcopy(original), plan="dp=2", directory=tmp_path, inputs="per_replica")
+        chosen = []
+        for keys in (padding_of(6, 6, 6, 4), padding_of(6, 6, 6, 6), padding_of(6, 6, 6, 4)):
+            own = slice(2 * rank, 2 * rank + 2)
+            entry = model._entry((x[own], keys[own]), {})
+            chosen.append("is_causal=True" in entry.path.read_text())
+        return chosen
+
+    assert run_ranks(2, run) == [[False, True, False]] * 2

@@ -4,7 +4,7 @@ copy_to_meta   a copy on meta
 thaw           the parameters that are planned for as trained
 signature      what a model is made of, to see whether it was changed since
 carry          takes an attribute that the user has changed into the skeleton
-buffer_values  the values of buffers, which the skeleton has none of
+mask_facts     the values of buffers, which the skeleton has none of, for masks that they hold
 fixed_buffers  guards of those that a program goes by
 calling        the same module, whose call is one of its methods
 """
@@ -12,13 +12,13 @@ calling        the same module, whose call is one of its methods
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture import CapturedGraph, check_hooks, copy_module, rebind
+from ..capture import CapturedGraph, MaskFacts, check_hooks, copy_module, rebind
 from ..errors import CaptureError
 from ..runtime.model.fixed_buffers import FixedBuffer
 from ..runtime.model.frozen_values import ABSENT, freeze
@@ -53,11 +53,12 @@ def thaw(skeleton: nn.Module, module: nn.Module, trainable: set[int]) -> set[int
     return trainable
 
 
-def buffer_values(module: nn.Module | None, model: ParallelModel) -> Mapping[str, torch.Tensor]:
+def mask_facts(module: nn.Module | None, model: ParallelModel, unpadded: bool) -> MaskFacts:
     """The values of buffers, as all ranks have them: those of a pipeline's stages are apart once it runs."""
     if module is not None:
-        return dict(module.named_buffers(remove_duplicate=False))
-    return {} if model.plan is None or model.plan.is_pipeline else model._ready().buffers
+        return MaskFacts(buffers=dict(module.named_buffers(remove_duplicate=False)), unpadded=unpadded)
+    apart = model.plan is None or model.plan.is_pipeline
+    return MaskFacts(buffers={} if apart else model._ready().buffers, unpadded=unpadded)
 
 
 def fixed_buffers(model: ParallelModel, captured: CapturedGraph) -> list[FixedBuffer]:

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Node
 
 from ...errors import CaptureError
-from ..captured import InputLeaf
+from ..captured import InputLeaf, MaskFacts
 from ..failure import unsupported
 from ..tracing.export import Trace
 from ..tracing.foreign_parameters import is_foreign, refusal
@@ -35,7 +35,7 @@ class Leaves:
     module: nn.Module
     traced: Trace
     builder: GraphBuilder
-    values: Mapping[str, torch.Tensor]  # of buffers that the module has no values of, by key
+    masks: MaskFacts
     parameters: dict[str, list[str]] = field(default_factory=dict)  # value -> keys
     trainable: dict[str, bool] = field(default_factory=dict)
     buffers: dict[str, TensorHandle] = field(default_factory=dict)  # key -> handle
@@ -48,6 +48,7 @@ class Leaves:
     input_handles: list[TensorHandle] = field(default_factory=list)
     inputs: list[InputLeaf] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
+    padding: dict[str, int] = field(default_factory=dict)  # see `CapturedGraph`; by value
     fixed: set[str] = field(default_factory=set)  # of constants and buffers, those whose values the graph goes by
 
     def placeholders(self, arguments: Sequence[Any], paths: Sequence[str]) -> list[Any]:
@@ -79,7 +80,7 @@ class Leaves:
         buffers = {
             handle.name: buffer
             for key, original in self.module.named_buffers(remove_duplicate=False)
-            for handle, buffer in [(self.buffers[key], self.values.get(key, original))]
+            for handle, buffer in [(self.buffers[key], self.masks.buffers.get(key, original))]
             if handle.name == self.buffer_start[key] and not isinstance(buffer, FakeTensor) and not buffer.is_meta
         }
         return {**buffers, **self.constants}

@@ -95,6 +95,7 @@ class Meanings:
 
     builder: GraphBuilder
     values: KnownValues
+    assumed: Mapping[str, int] = field(default_factory=dict)  # inputs that are this number everywhere
     known: dict[str, Meaning] = field(default_factory=dict)
 
     def info(self, name: str) -> ValueInfo:
@@ -124,6 +125,8 @@ class Meanings:
     def _leaf(self, name: str) -> Meaning:
         if name not in self.known:
             meaning = None if self.info(name).gradient else self._by_value(name)
+            if name in self.assumed:
+                meaning = Cases(((True, _single(self.assumed[name], ValueInfo((), self.info(name).dtype)).item()),))
             self.known[name] = meaning or self.element(name)
         return self.known[name]
 

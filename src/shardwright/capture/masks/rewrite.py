@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir import MaskStructure
 from ..building.graph_builder import DraftOp, GraphBuilder, ValueInfo, ValueRef
+from ..building.leaves import Leaves
 from .grouped_heads import fold_repeated_heads, is_attention
 from .known_values import KnownValues
 from .meanings import Meanings, broadcast
@@ -27,15 +28,55 @@ class DenseMask:
     structure: MaskStructure | None = None
 
 
-def structure_masks(builder: GraphBuilder, tensors: Mapping[str, Tensor], used: set[str]) -> list[DenseMask]:
+def structure_masks(leaves: Leaves) -> list[DenseMask]:
     """Give attention ops what their masks mean, and take away the masks that they need not read; what is left.
 
-    `tensors` are the values of constants and of buffers that are known; those that were looked at are added to `used`.
+    Constants and buffers that were looked at are noted as `leaves.fixed`, inputs that tell of padding as
+    `leaves.padding`.
     """
+    builder = leaves.builder
     fold_repeated_heads(builder)
-    meanings = Meanings(builder, KnownValues(builder, tensors, used))
+    values = KnownValues(builder, leaves.known_values(), leaves.fixed)
+    meanings = Meanings(builder, values)
     masks = [_structure(meanings, step) for step in builder.steps if is_attention(step)]
+    inputs = [leaf.value for leaf in leaves.inputs if leaf.value]
+    leaves.padding.update(_padding(builder, values, inputs) if any(masks) else {})
+    if leaves.padding and leaves.masks.unpadded:
+        meanings = Meanings(builder, values, leaves.padding)
+        masks = [_structure(meanings, step) for step in builder.steps if is_attention(step)]
     return [mask for mask in masks if mask is not None]
+
+
+def _padding(builder: GraphBuilder, values: KnownValues, inputs: Iterable[str]) -> dict[str, int]:
+    """The inputs that would make masks needless if they were one number everywhere, and that number."""
+    dense = [step for step in builder.steps if is_attention(step) and "attn_mask" in step.arguments]
+    padding: dict[str, int] = {}
+    for name in inputs:
+        info = builder.infos[name]
+        if info.gradient or not info.shape or info.dtype.startswith("complex"):
+            continue
+        for number in (1, 0):
+            meanings = Meanings(builder, values, {name: number})
+            if any(_needless(meanings, step, math.prod(info.shape)) for step in dense):
+                padding.setdefault(name, number)
+    return padding
+
+
+def _needless(meanings: Meanings, step: DraftOp, elements: int) -> bool:
+    mask, shape = step.arguments["attn_mask"], _scores(meanings, step)
+    info = meanings.info(mask.name)
+    if info.gradient or elements > math.prod(info.shape):
+        return False
+    try:
+        predicate = visible(broadcast(meanings.of(mask.name), info.shape, shape), info.dtype)
+        return _droppable(structure_of(predicate, shape), shape)
+    except NotStructured:
+        return False
+
+
+def _droppable(structure: MaskStructure, shape: tuple[int, ...]) -> bool:
+    """Whether attention needs no mask. `is_causal` counts from the first query and the first key."""
+    return structure.is_full or (structure.is_causal and shape[-1] == shape[-2])
 
 
 def dense_mask_notes(masks: Iterable[DenseMask], names: Mapping[str, str], infos: Mapping[str, ValueInfo]) -> list[str]:
@@ -64,8 +105,7 @@ def _structure(meanings: Meanings, step: DraftOp) -> DenseMask | None:
     except NotStructured as reason:
         step.mask = None
         return DenseMask(value=mask.name, reason=str(reason))
-    square = shape[-1] == shape[-2]  # `is_causal` counts from the first query and the first key
-    if not step.mask.is_full and not (step.mask.is_causal and square):
+    if not _droppable(step.mask, shape):
         return DenseMask(value=mask.name, structure=step.mask)
     del step.arguments["attn_mask"]
     if step.mask.is_causal:
