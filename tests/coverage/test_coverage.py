@@ -39,7 +39,8 @@ def test_a_small_config_is_small_and_its_parts_are_too(known):
 ROW = Row(model_type="bert", kind="masked", model="BertForMaskedLM", labels=False, built=True, captured=True, dp=True,
           tp=True, split=0.95, capture_seconds=1.5, parameters=10, attention=2, unmasked=2)  # fmt: skip
 BAD = Row(model_type="gpt2", kind="causal", model="GPT2LMHeadModel", labels=True, built=True, captured=True, dp=True,
-          split=0.5, tp_reason="tp=2: it differs", attention=3, causal=1, masks="causal, documents by ids; unknown")  # fmt: skip
+          split=0.5, tp_reason="tp=2: it differs", attention=3, causal=1,
+          masks="causal, documents by ids; unknown")  # fmt: skip
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):

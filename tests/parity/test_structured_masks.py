@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwright.ir import MaskStructure, Op
 from shardwright.parallelize import parallelize
@@ -286,3 +288,22 @@ def test_which_program_runs_is_alike_on_all_ranks(tmp_path):
         return chosen
 
     assert run_ranks(2, run) == [[False, True, False]] * 2
+
+
+def test_no_tensor_of_queries_by_keys_is_made(tmp_path):
+    """HF Llama on one rank, forward and backward: nothing of its length by its length is allocated."""
+    length = 48
+    ids = torch.randint(31, (2, length))
+    model = parallelize(llama(), plan="single", example={"input_ids": ids, "labels": ids}, directory=tmp_path)
+    sizes: set[tuple[int, ...]] = set()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            sizes.update(tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            return result
+
+    with Noted():
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert (2, length, 31) in sizes
+    assert not [shape for shape in sizes if shape[-2:] == (length, length)]
