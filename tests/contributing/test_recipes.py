@@ -13,7 +13,8 @@ RECIPES = recipes()
 
 def test_the_page_has_a_recipe_for_everything_that_people_add():
     assert [title.split(maxsplit=2)[2] for title in RECIPES] == [
-        "op", "algorithm that splits an op along a dim", "pipeline schedule", "kind of storage", "device to the catalogue", "optimizer",
+        "op", "algorithm that splits an op along a dim", "pipeline schedule", "kind of storage",
+        "device to the catalogue", "optimizer",
     ]  # fmt: skip
     assert all(recipe.edits and recipe.commands for recipe in RECIPES.values())
 

@@ -7,7 +7,7 @@ why a model can't be captured, `copies.py` copies modules.
 
 from .assemble import capture, capture_pair
 from .building.call_paths import input_paths, register_containers
-from .captured import CapturedGraph, ImportedFunction, InputLeaf
+from .captured import CapturedGraph, ImportedFunction, InputLeaf, MaskFacts
 from .copies import copy_module, rebind
 from .interpret import run
 from .tracing.casting import cast, casting
@@ -24,6 +24,7 @@ __all__ = [
     "CapturedGraph",
     "ImportedFunction",
     "InputLeaf",
+    "MaskFacts",
     "NoValues",
     "OpaqueBody",
     "OpaqueCall",

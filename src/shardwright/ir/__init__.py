@@ -6,6 +6,7 @@ paths).
 
 from .check import check
 from .graph import Argument, Buffer, Dtype, Graph, Input, Op, Output, Parameter, Slot, SourceLine, Value
+from .mask import MaskStructure
 from .text import show
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Dtype",
     "Graph",
     "Input",
+    "MaskStructure",
     "Op",
     "Output",
     "Parameter",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture import CapturedGraph, ImportedFunction, capture_pair, cast, casting, copy_module, run
+from ..capture import CapturedGraph, ImportedFunction, MaskFacts, capture_pair, cast, casting, copy_module, run
 from ..capture.building.schema import is_random_call, named_arguments
 from ..capture.interpret import overload_of
 from ..capture.user_calls.opaque_call import forwards
@@ -87,7 +87,10 @@ class Original:
                 skeleton.eval()
             call, exact = (self.task.args, self.task.kwargs), self.task.precision
             with casting(cast(skeleton, exact), exact):
-                plain, wide = capture_pair(skeleton, *call, entry=entry, real=self._real, promote=self._promotes)
+                plain, wide = capture_pair(
+                    skeleton, *call, entry=entry, real=self._real, promote=self._promotes,
+                    masks=MaskFacts(buffers=dict(self.module.named_buffers(remove_duplicate=False))),
+                )  # fmt: skip
             self.captures[entry, False] = plain
             if wide is not None:
                 self.captures[entry, True] = wide

@@ -176,6 +176,7 @@ def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
                 inputs=tuple(names[value] for value in inputs), outputs=tuple(names[value] for value in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
                 no_grad=place.no_grad, draws=is_random_call(torch_op(step.target), step.arguments),
+                mask=step.mask and step.mask.renamed(names),
             )
         )  # fmt: skip
     return tuple(ops)

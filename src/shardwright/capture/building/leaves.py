@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Node
 
 from ...errors import CaptureError
-from ..captured import InputLeaf
+from ..captured import InputLeaf, MaskFacts
 from ..failure import unsupported
 from ..tracing.export import Trace
 from ..tracing.foreign_parameters import is_foreign, refusal
@@ -36,6 +36,7 @@ class Leaves:
     module: nn.Module
     traced: Trace
     builder: GraphBuilder
+    masks: MaskFacts
     parameters: dict[str, list[str]] = field(default_factory=dict)  # value -> keys
     trainable: dict[str, bool] = field(default_factory=dict)
     buffers: dict[str, TensorHandle] = field(default_factory=dict)  # key -> handle
@@ -48,6 +49,8 @@ class Leaves:
     input_handles: list[TensorHandle] = field(default_factory=list)
     inputs: list[InputLeaf] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
+    padding: dict[str, int] = field(default_factory=dict)  # see `CapturedGraph`; by value
+    fixed: set[str] = field(default_factory=set)  # of constants and buffers, those whose values the graph goes by
 
     def placeholders(self, arguments: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """A handle or a literal for each placeholder of the exported program."""
@@ -72,6 +75,16 @@ class Leaves:
             if spec.kind is InputKind.CONSTANT_TENSOR:
                 handles[index] = self._constant(spec, node, by_storage)
         return handles
+
+    def known_values(self) -> dict[str, torch.Tensor]:
+        """The values of constants, and of buffers that have some and that forward does not write to."""
+        buffers = {
+            handle.name: buffer
+            for key, original in self.module.named_buffers(remove_duplicate=False)
+            for handle, buffer in [(self.buffers[key], self.masks.buffers.get(key, original))]
+            if handle.name == self.buffer_start[key] and not isinstance(buffer, FakeTensor) and not buffer.is_meta
+        }
+        return {**buffers, **self.constants}
 
     def parameter_updates(self) -> dict[str, str]:
         """What forward leaves in the parameters that it writes to, by their value at the start."""
