@@ -202,7 +202,7 @@ def _unviewed(result: Tensor, x: Tensor) -> Tensor:
     if not result._is_view() or result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
         return result
     own = result.new_empty(0)
-    return own.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())  # type: ignore[call-overload, no-any-return]
+    return own.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())
 
 
 class _Reshard(torch.autograd.Function):
