@@ -20,8 +20,8 @@ from torch import nn
 
 from ..capture import CapturedGraph, MaskFacts, check_hooks, copy_module, rebind
 from ..errors import CaptureError
+from ..frozen_values import ABSENT, freeze
 from ..runtime.model.fixed_buffers import FixedBuffer
-from ..runtime.model.frozen_values import ABSENT, freeze
 from ..runtime.model.guards import SLOTS
 from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.model.pinned import HOOKS
