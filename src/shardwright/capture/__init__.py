@@ -1,4 +1,9 @@
-"""`nn.Module` to `ir.Graph`: what is computed, at global shape, with nothing dropped silently."""
+"""`nn.Module` to `ir.Graph`: what is computed, at global shapes, with nothing dropped silently.
+
+Read `assemble.py` (the flow), `tracing/` (one `torch.export`, made safe), `building/` (its nodes become a graph),
+`user_calls/` (Python that stays one op), `captured.py` (the result). `interpret.py` runs a graph, `failure.py` explains
+why a model can't be captured, `copies.py` copies modules.
+"""
 
 from .assemble import capture, capture_pair
 from .building.call_paths import input_paths, register_containers

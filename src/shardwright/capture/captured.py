@@ -71,7 +71,7 @@ class CapturedGraph:
     left: tuple[str, ...] = ()  # the attributes of modules that the call has set, and that a program does not
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors for graph.inputs, in order; an InputError if this call needs a capture of its own."""
+        """The tensors for graph.inputs, in order; an InputError if this call needs another capture."""
         if set(kwargs) != set(self.keywords):
             raise InputError(
                 f"the model was captured with keyword arguments {sorted(self.keywords)} and is called with "

@@ -5,10 +5,10 @@ op (`capture.run`):
 
 - casts to float32 in the model's own code end parity in float64 at 5e-8. The compiled
   program is then promoted, and the reference has to be promoted alike;
-- dropout in a checkpointed region draws again in backward, where the model can't be told which mask.
+- dropout in a checkpointed region draws again in backward, where no mask can be passed to the model.
 
 The graph is then itself compared with the model, without promotion, so that a capture bug is
-not missed ("capture" rows). Dropout draws the global masks of which the ranks of the compiled
+not missed ("capture" in the report). Dropout draws the global masks of which the ranks of the compiled
 program use their shards, and other random ops draw by the keys that they have there.
 """
 
@@ -168,7 +168,7 @@ def _cast(module: nn.Module, precision: Precision) -> tuple[nn.Module, dict[str,
 
 
 def check_original(side: Original) -> tuple[list[Row], str]:
-    """If the reference is the model's graph: rows that compare it with the model itself, and a note."""
+    """If the reference is the model's graph: report entries that compare it with the model itself, and a note."""
     if not side.by_graph:
         return [], ""
     dropped = any(redraws(side.captured(entry).graph) for entry in side.task.entries)
