@@ -120,7 +120,7 @@ def test_a_method_that_is_missing_is_called_otherwise_or_does_more_is_noticed() 
     with pytest.raises(LoweringError):
         validate(program, text.replace("def constants(self)", "def constants_of(self)"))
     with pytest.raises(LoweringError, match="it is called with"):
-        validate(program, text.replace("(self.layer_2, at, mul)", "(self.layer_2, at, mul, mul)"))
+        validate(program, text.replace("(self.layer_2, at, x)", "(self.layer_2, at, x, x)"))
     plain = program_of(Row(), (torch.randn(4, 6),), "dp=2")
     with pytest.raises(LoweringError, match="the program ends before it"):
         validate(plain, emit(plain).text + "\n    def constants(self):\n        x = torch.arange(3)\n")

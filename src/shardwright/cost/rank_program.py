@@ -7,15 +7,13 @@ so it is quick enough for a planner. What is fused afterwards is in `fusing.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
-from ..ir.paths import layer_of, prefixes
+from ..ir.paths import layer_of, prefixes, word_of
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
 from ..ops import op_kind
 from ..ops.contexts import SavedForBackward
@@ -242,7 +240,7 @@ class _Builder:
         if key not in self.elements:
             self.elements[key] = local_elements(value.shape, layout, self.mesh)
         size = self.elements[key] * self.training.item(value)
-        self.program.tensors.append(RankTensor(size, value.gradient, value.shape, _word(name), fixed=fixed))
+        self.program.tensors.append(RankTensor(size, value.gradient, value.shape, word_of(name), fixed=fixed))
         return len(self.program.tensors) - 1
 
     def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
@@ -347,11 +345,3 @@ class _Builder:
             call = local_call(signature, choice, self.mesh, self.training)
             self.known[key] = saved_for_backward(call, signature, flat), flow(call, signature), call.gradient
         return self.known[key]
-
-
-_SUFFIX = re.compile(r"(_\d+)+$")
-
-
-@lru_cache(maxsize=2**16)
-def _word(name: str) -> str:
-    return _SUFFIX.sub("", name)

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from ..ir.graph import ITEM_SIZE
-from ..layout import REPLICATE
-from ..lower import LoweredProgram, ParameterPlacement
+from ..ir.paths import numbered_layer
+from ..layout import REPLICATE, Shard
+from ..lower import LoweredProgram, ParameterPlacement, Size
 from ..ops.printing import plain, show_shard
-from .layers import layer_of
+from .sizes import SizeNames
 
 
 def unit_of(key: str) -> str:
     """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
-    layer = layer_of(key)
+    layer = numbered_layer(key)
     return "" if layer is None else f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1])
 
 
-def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
-    rows = {holding.key: parameter_text(holding, program) for holding in program.parameters}
+def parameter_table(program: LoweredProgram, class_name: str, sizes: SizeNames) -> Iterator[str]:
+    numbers = {holding.key: parameter_text(holding, program, None) for holding in program.parameters}
+    named = {holding.key: parameter_text(holding, program, sizes) for holding in program.parameters}
     yield f"PARAMETERS = {{  # key in {class_name}.state_dict() -> how it is stored"
-    for key, text in _starred(rows).items():
+    for key, text in _starred(numbers, named).items():
         yield f'    "{key}": {text},'
     yield "}"
 
 
-def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
+def parameter_text(holding: ParameterPlacement, program: LoweredProgram, sizes: SizeNames | None) -> str:
+    """The entry of a parameter, with the names of sizes or with numbers."""
     parts = program.mesh.sizes
-    shown = [f"shape={_tuple(holding.shape)}"]
+    local = program.sizes_of(holding.value)
+    named = [str(size) for size in holding.shape]
+    if sizes is not None:
+        named = [sizes.text(size.global_size()).replace(" ", "") for size in local]
+    shown = [f"shape=({', '.join(named)}{',' if len(named) == 1 else ''})"]
     shards = []
     for dim, split in enumerate(holding.layout.shards):
-        texts = [f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in split]
+        inner = [None if sizes is None else _inner_sizes(c, local[dim], sizes) for c in split]
+        texts = [
+            f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c, names)
+            for c, names in zip(split, inner, strict=True)
+        ]
         if texts:
             shards.append(f"{dim}: {texts[0] if len(texts) == 1 else '(' + ', '.join(texts) + ')'}")
     if shards:
@@ -52,8 +63,18 @@ def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
     return f"ParameterEntry({', '.join(shown)})"
 
 
-def _tuple(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+def _inner_sizes(shard: Shard, size: Size, names: SizeNames) -> list[str]:
+    """The `inner` of each block by name: 3 * H * E sharded on H is 3 runs of units of h * E elements."""
+    texts = [str(block.inner) for block in shard.blocks]
+    if shard.repeat != 1 or len(size.sections) != len(shard.blocks):
+        return texts
+    for number, (block, section) in enumerate(zip(shard.blocks, size.sections, strict=True)):
+        at = next((at for at, factor in enumerate(section) if factor.axes == (shard.axis,)), len(section))
+        inner = Size((section[at:],))
+        evenly = at < len(section) and section[at].size % block.size == 0
+        if evenly and math.prod(factor.size for factor in section[at:]) == block.size * block.inner:
+            texts[number] = names.text(inner).replace(" ", "")
+    return texts
 
 
 def bytes_per_rank(holding: ParameterPlacement, sizes: Mapping[str, int]) -> int:
@@ -64,11 +85,11 @@ def bytes_per_rank(holding: ParameterPlacement, sizes: Mapping[str, int]) -> int
     return total * ITEM_SIZE.get(holding.dtype, 4)
 
 
-def _starred(rows: Mapping[str, str]) -> dict[str, str]:
-    """Keys that differ only in the layer's number and are held alike, said once."""
+def _starred(numbers: Mapping[str, str], named: Mapping[str, str]) -> dict[str, str]:
+    """Keys that differ only in the layer's number and are stored alike, said once: by names that all of them have."""
 
     def star(key: str) -> str:
-        layer = layer_of(key)
+        layer = numbered_layer(key)
         if layer is None:
             return key
         lead = f"{layer[0]}." if layer[0] else ""
@@ -77,13 +98,18 @@ def _starred(rows: Mapping[str, str]) -> dict[str, str]:
     def starred_text(key: str, text: str) -> str:
         return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
 
-    texts: dict[str, set[str]] = {}
-    for key, text in rows.items():
-        texts.setdefault(star(key), set()).add(starred_text(key, text))
+    def texts_of(rows: Mapping[str, str]) -> dict[str, set[str]]:
+        texts: dict[str, set[str]] = {}
+        for key, text in rows.items():
+            texts.setdefault(star(key), set()).add(starred_text(key, text))
+        return texts
+
+    in_numbers, in_names = texts_of(numbers), texts_of(named)
     starred: dict[str, str] = {}
-    for key, text in rows.items():
-        alike = len(texts[star(key)]) == 1 and "tied=" not in text
-        starred[star(key) if alike else key] = starred_text(key, text) if alike else text
+    for key, text in named.items():
+        alike = len(in_numbers[star(key)]) == 1 and "tied=" not in text
+        row = text if not alike or len(in_names[star(key)]) == 1 else numbers[key]
+        starred[star(key) if alike else key] = starred_text(key, row) if alike else row
     return starred
 
 
@@ -91,9 +117,9 @@ def unit_ranges(units: list[str]) -> Iterator[str]:
     """Unit names, runs of layers said with a range."""
     at = 0
     while at < len(units):
-        layer = layer_of(units[at])
+        layer = numbered_layer(units[at])
         end = at + 1
-        while layer and end < len(units) and layer_of(units[end]) == (layer[0], layer[1] + end - at):
+        while layer and end < len(units) and numbered_layer(units[end]) == (layer[0], layer[1] + end - at):
             end += 1
         if layer and end - at > 2:
             lead = f"{layer[0]}." if layer[0] else ""

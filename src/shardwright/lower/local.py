@@ -16,7 +16,7 @@ def localize(program: LoweredProgram) -> LoweredProgram:
     values, layouts = dict(program.values), dict(program.layouts)
     body: list[Op] = []
     for op in program.body:
-        function = spec_of(op.target).localize if has_rule(op.target) else None
+        function = spec_of(op.target).localize if has_rule(op.target) or not op.inputs else None
         if function is None:
             body.append(localize_custom(program, op))
             continue
