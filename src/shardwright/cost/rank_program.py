@@ -17,6 +17,7 @@ from ..ir.paths import layer_of, prefixes, word_of
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
 from ..ops import op_kind
 from ..ops.contexts import SavedForBackward
+from ..ops.views import follows_view
 from ..reshard import LayoutForm, forget_gradient, forms_of, parameter_layout
 from ..rules import Analysis
 from .call import local_call, local_elements
@@ -36,7 +37,7 @@ class RankTensor:
     bytes: float
     gradient: bool
     shape: tuple[int, ...] = ()
-    word: str = ""  # what generated code calls it
+    word: str = ""  # what generated code calls it; nothing for a view that has no name
     parameter: str | None = None
     fixed: bool = False  # lives for ever: a parameter, an input, a constant
 
@@ -139,6 +140,7 @@ class _Builder:
         self.sizes, self.copies = mesh.sizes, traits.copies
         self.program = RankProgram()
         self.strides: Strides = strides_of(analysis.graph)
+        self.sinks = frozenset(self.graph.sinks())
         self.constant = {op.name for op in self.graph.ops if analysis.is_constant(op)}
         self.placed = {op.name: analysis.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
@@ -315,6 +317,7 @@ class _Builder:
                 if not shared and any(user.name not in self.constant for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
+        self._chain(op, numbers)
         saved, memory, gradient = self._look_at(op)
         produced = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
         pairs = (*zip(numbers, saved.inputs, strict=True), *zip(produced, saved.outputs, strict=True))
@@ -335,6 +338,17 @@ class _Builder:
                 scope=layer_of(op.module_path),
             )
         )
+
+    def _chain(self, op: Op, inputs: Sequence[int]) -> None:
+        """A view that only the view after it reads has no name: they stand in one line."""
+        before = self.program.steps[-1] if self.program.steps else None
+        maker = self.graph.by_name.get(before.name) if before is not None else None
+        if before is None or maker is None or list(inputs) != before.outputs or before.region != self._region(op):
+            return
+        (value,) = maker.outputs
+        alone = len(self.graph.users[value]) == 1 and value not in self.sinks
+        if alone and follows_view(maker, op):
+            self.program.tensors[inputs[0]].word = ""
 
     def _look_at(self, op: Op) -> tuple[SavedForBackward, Flow, bool]:
         """What is kept of an op, what its work is, and whether it has a backward."""
