@@ -80,6 +80,9 @@ class FileWriter:
         yield ""
         yield ""
         yield f"class {self.class_name}(Program):"
+        if prologue:
+            yield f"    counts = {_tuple(list(counts(self.program)))}"
+            yield ""
         if ragged:
             yield "    def sizes(self):  # that differ between ranks"
             yield from (f"        self.{name} = {text}" for name, text in ragged)
@@ -176,11 +179,9 @@ class FileWriter:
         names = Names(lines, sources, self.sizes.taken)
         words = names.bind_all(item.value for item in program.prologue_inputs)
         self.writer.fixed |= known_names(program)
-        yield f"    counts = ({', '.join(counts(program))},)"
-        yield ""
         yield f"    def prologue({', '.join(['self', *words])}):  # for each microbatch, before the first"
         yield from self.writer.body(lines, names, None)
-        yield f"        return ({', '.join(self.writer.ref(source, names, None) for source in sources)},)"
+        yield f"        return {_tuple([self.writer.ref(source, names, None) for source in sources])}"
 
     def forward(self, items: Sequence[Item]) -> Iterator[str]:
         program, graph = self.program, self.program.graph
@@ -190,15 +191,19 @@ class FileWriter:
         names = Names(lines, outputs, self.sizes.taken, self.folder.updates)
         words = names.bind_all(item.value for item in graph.inputs)
         self.inputs = tuple(words)
-        yield f"    def forward(self{''.join(', ' + word for word in words)}):{self.said_inputs()}"
+        yield f"    def forward(self{''.join(', ' + word for word in words)}):{self.input_shapes(words)}"
         yield from self.writer.body(lines, names, None)
         for key, name in late:
             yield f'        self.update("{key}", {self.writer.ref(name, names, None)})'
         shown = [self.writer.ref(name, names, None) for name in program.outputs if name is not None]
-        yield f"        return ({', '.join(shown)}{',' if len(shown) == 1 else ''})"
+        yield f"        return {_tuple(shown)}"
 
-    def said_inputs(self) -> str:
-        shapes = [f"{item.path} {shape_of(item.value, self.program, self.sizes)}" for item in self.program.graph.inputs]
+    def input_shapes(self, words: Sequence[str]) -> str:
+        """The inputs with their shapes, by where the caller passes them if that is not a name."""
+        shapes = [
+            f"{word if item.path.isidentifier() else item.path} {shape_of(item.value, self.program, self.sizes)}"
+            for word, item in zip(words, self.program.graph.inputs, strict=True)
+        ]
         return f"  # {', '.join(shapes)}" if shapes else ""
 
     def method(self, method: Method) -> Iterator[str]:
@@ -219,6 +224,10 @@ def _class_name(name: str) -> str:
     """The name of the class: that of the user's, unless the file needs it for something else."""
     word = re.sub(r"\W", "", name)
     return word if word.isidentifier() and word not in RESERVED else f"{word}Model"
+
+
+def _tuple(texts: Sequence[str]) -> str:
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
 
 def _words(program: LoweredProgram) -> set[str]:

@@ -73,7 +73,8 @@ def _inner_sizes(shard: Shard, size: Size, names: SizeNames) -> list[str]:
         inner = Size((section[at:],))
         evenly = at < len(section) and section[at].size % block.size == 0
         if evenly and math.prod(factor.size for factor in section[at:]) == block.size * block.inner:
-            texts[number] = names.text(inner).replace(" ", "")
+            text = names.text(inner).replace(" ", "")
+            texts[number] = texts[number] if "self." in text else text  # where ranks differ, nobody knows it yet
     return texts
 
 

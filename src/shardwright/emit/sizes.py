@@ -22,8 +22,8 @@ def kinds(analysis: Analysis) -> dict[int, str]:
             kinds.setdefault(atom, letter)
 
     mark(analysis.batch_dim, "B")
-    for signature in analysis.signatures.values():
-        kind = signature.op.target.split(".")[1]
+    by_kind = [(signature.op.target.split(".")[1], signature) for signature in analysis.signatures.values()]
+    for kind, signature in by_kind:
         labels = signature.labels
         if "attention" in kind:
             heads = analysis.atoms.expand(labels.get("g", ()))
@@ -31,16 +31,22 @@ def kinds(analysis: Analysis) -> dict[int, str]:
             for label, letter in (("g", "G"), ("r", "G"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
                 if label in labels:
                     mark(labels[label], letter)
-        elif kind == "embedding":
-            positions = signature.op.inputs[1] in analysis.constants
-            mark(labels.get("v", ()), "T" if positions else "V")
-            mark(labels.get("d", ()), "D")
+    vocabularies: set[int] = set()
+    for kind, signature in by_kind:
+        if kind == "embedding":
+            rows, positions = signature.labels.get("v", ()), signature.op.inputs[1] in analysis.constants
+            mark(rows, "T" if positions else "V")
+            vocabularies |= set() if positions else {analysis.atoms.product(rows)}
+            mark(signature.labels.get("d", ()), "D")
+    for kind, signature in by_kind:
+        if "cross_entropy" in kind:
+            classes = signature.labels.get("c", ())
+            mark(classes, "V" if analysis.atoms.product(classes) in vocabularies else "K")
     for item in analysis.graph.inputs:
         dims = analysis.dims[item.value]
         if len(dims) == 2 and not analysis.graph.values[item.value].floating:
             mark(dims[1], "S")
-    for signature in analysis.signatures.values():
-        kind = signature.op.target.split(".")[1]
+    for kind, signature in by_kind:
         dims = analysis.dims[signature.op.outputs[0]]
         if "norm" in kind and signature.rule is not None and "batch" not in kind and dims:
             mark(dims[-1], "D")

@@ -253,7 +253,8 @@ def group_statistics(call: LocalCall, signature: Signature) -> float:
 # statistics first, then the values: x is read twice, and dy and x are read twice
 TWICE = {"saved": "0", "passes": Passes(inputs=2, results=2, gradients=3, kernels=2)}
 BATCH = {"result": "norm", "localize": local_batch_norm, "collectives": send_statistics, "work": (1.0, 3.0), **TWICE}
-define("batch_norm", rule=batch_norm, canonical=canonical_batch_norm, saved_extra=channel_statistics, **BATCH)
+define("batch_norm", rule=batch_norm, canonical=canonical_batch_norm, saved_extra=channel_statistics, prints=function,
+       **BATCH)  # fmt: skip
 define("_native_batch_norm_legit_functional", rule=batch_norm, saved_extra=channel_statistics, gradient="first",
        **BATCH)  # fmt: skip
 define("_native_batch_norm_legit", rule={"no_stats": batch_norm}, gradient="first", **BATCH)

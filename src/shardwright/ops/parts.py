@@ -13,7 +13,7 @@ from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall
 from . import strides
 from .contexts import ProgramOnRank, TracedCall, ViewWrite
-from .printing import Printing, dims_method
+from .printing import Printing, dims_method, function
 from .reading import Arguments, UnreadableLineError, read_form
 from .spec import Kernel, define
 
@@ -313,5 +313,5 @@ define("unfold", rule=unfold, view=strides.as_it_is, **PART)
 define("unfold_copy", rule=unfold)
 define("diagonal", rule=diagonal, view=strides.as_it_is, write_back=write_diagonal, kernel=Kernel.VIEW, saved="")
 define("diagonal_copy linalg_diagonal", rule=diagonal)
-define("slice_scatter", rule=scatter_slice, canonical=canonical_slice_scatter, saved="")
-define("select_scatter", rule=scatter_slice, saved="")
+define("slice_scatter", rule=scatter_slice, canonical=canonical_slice_scatter, saved="", prints=function)
+define("select_scatter", rule=scatter_slice, saved="", prints=function)
