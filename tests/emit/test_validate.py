@@ -145,8 +145,8 @@ class Keeping(Waves):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(".append(mul_1)", ".extend(mul_1)"), (".append(mul_1)", ".append(other)"),
-                          ("every_mul.append", "mul.append"), ("every_mul[0]", "every_mul[1]")]
+    ("before", "after"), [(".append(layer_1)", ".extend(layer_1)"), (".append(layer_1)", ".append(other)"),
+                          ("every_layer.append", "layer.append"), ("every_layer[0]", "every_layer[1]")]
 )  # fmt: skip
 def test_a_list_of_what_layers_make_is_filled_and_read_in_order(before: str, after: str) -> None:
     program = program_of(Keeping(), (torch.randn(4, 6),), "dp=2")

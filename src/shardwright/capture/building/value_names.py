@@ -39,7 +39,7 @@ def value_names(
         if source and (last[step.place.owner, source.file, source.line] == index or _ends_line(builder.steps, index)):
             assigned = _assigned(builder.steps, index)
         for number, name in enumerate(step.outputs):
-            role = (roles or {}).get(name)
+            role = (roles or {}).get(name) or _returned_name(builder.steps, index)
             options[name] = _assigned_name(step, assigned, number) or role or _own_name(step, options)
     return _numbered(options)
 
@@ -97,13 +97,31 @@ def _assigned_name(step: DraftOp, assigned: tuple[str, ...], number: int) -> str
     return assigned[0] if len(assigned) == 1 else None
 
 
+def _returned_name(steps: Sequence[DraftOp], index: int) -> str:
+    """What a module of the user's returns right away goes by its name."""
+    here = steps[index].place
+    after = steps[index + 1].place if index + 1 < len(steps) else None
+    if here.source is None or not here.source.code.startswith("return ") or here.path != here.owner:
+        return ""
+    ends = after is None or not f"{after.owner}.".startswith(f"{here.owner}.")
+    return _module_name(here.owner.partition("@")[0]) if ends and len(steps[index].outputs) == 1 else ""
+
+
+def _module_name(path: str) -> str:
+    """The name of a module, or of the list that it is in; nothing if that is no name."""
+    parts = [part for part in path.split(".") if not part.isdigit()]
+    name = parts[-1] if parts else ""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        return ""
+    return name if path.endswith(name) else _singular(name)
+
+
 def _own_name(step: DraftOp, names: Mapping[str, str]) -> str:
     """By the module of torch.nn's that it is in, by what it shows, or by what it does."""
     spec, place = spec_of(step.target), step.place
-    parts = [part for part in place.module.split(".") if not part.isdigit()]
-    leaf = parts[-1] if parts else ""
-    if place.path != place.owner and leaf.isidentifier() and not keyword.iskeyword(leaf):
-        return leaf if place.module.endswith(leaf) else _singular(leaf)
+    module = _module_name(place.module) if place.path != place.owner else ""
+    if module:
+        return module
     inputs = step.inputs()
     if spec.result == "0" and len(step.outputs) == 1 and inputs and inputs[0] in names:
         return names[inputs[0]]
