@@ -57,46 +57,45 @@ class FileWriter:
         self.writer = BodyWriter(program, self.sizes, self.folder.updates)
 
     def file(self) -> Iterator[str]:
+        """All lines; the head comes last to be written, since it defines and imports what the others use."""
         items = self.folder.fold()
         for op in self.program.body:  # name sizes in the order in which a reader meets them
             for name in op.outputs[:1]:
                 shape_of(name, self.program, self.sizes)
-        constants = list(self.constants())
-        prologue = list(self.prologue())
+        methods = [list(self.constants()), list(self.prologue())]
         forward = list(self.forward(items))
-        methods = [list(self.method(method)) for method in self.folder.methods]
+        methods += [list(self.method(method)) for method in self.folder.methods]
         branches = self.program.graph.branches.values()
         methods += [
             list(branch_method(branch, self.sizes, lambda op: self.writer.context(op, None))) for branch in branches
         ]
         table = list(parameter_table(self.program, self.class_name, self.sizes))
+        methods = [list(self.attributes()), *methods, forward]
+        rest = [*table, *self.units(), "", "", f"class {self.class_name}(Program):"]
+        for lines in methods:
+            rest += [*lines, ""] if lines else []
+        yield from self.head("\n".join(rest))
+        yield from rest[:-1]
+
+    def attributes(self) -> Iterator[str]:
+        """What the class has beside the methods of the model."""
         ragged = list(self.sizes.ragged_definitions())
-        written = [*constants, *prologue, *forward, *(line for lines in methods for line in lines), *table]
-        yield from self.head("\n".join([*written, *(text for _, text in ragged)]))
-        yield from table
-        if self.writer.unit_of:
-            units = ", ".join(unit_ranges(self.writer.units_in_order()))
-            yield f"UNITS = [{units}]  # in the order in which they are gathered"
-        yield ""
-        yield ""
-        yield f"class {self.class_name}(Program):"
-        if prologue:
+        if self.program.early:
             yield f"    counts = {_tuple(list(counts(self.program)))}"
+        if self.program.early and ragged:
             yield ""
         if ragged:
             yield "    def sizes(self):  # that differ between ranks"
             yield from (f"        self.{name} = {text}" for name, text in ragged)
-            yield ""
-        if constants:
-            yield from constants
-            yield ""
-        for lines in (prologue, *methods) if prologue else methods:
-            yield from lines
-            yield ""
-        yield from forward
+
+    def units(self) -> Iterator[str]:
+        """The layers that ZeRO-3 gathers."""
+        if self.writer.unit_of:
+            units = ", ".join(unit_ranges(self.writer.units_in_order()))
+            yield f"UNITS = [{units}]  # in the order in which they are gathered"
 
     def head(self, text: str) -> Iterator[str]:
-        """All that stands above the table of parameters; `text` is what comes after it."""
+        """All that stands above the table of parameters; `text` is what comes below."""
         program, graph = self.program, self.program.graph
         stored = sum(bytes_per_rank(holding, self.parts) for holding in program.parameters)
         kind = {"train": "training"}.get(graph.entry, graph.entry)

@@ -30,6 +30,9 @@ from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults, module_faults
 from .parameters import unit_of
 
+IMPORTS = frozenset({"torch", "F", "runtime", "comm", "shard", "local_size", "R", "ParameterEntry", "Program"})
+"""What files import, as far as they read it. Nothing else may have such a name."""
+
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
 
@@ -85,6 +88,9 @@ def _names(
     names = [*(name for name, _ in assigned), *imported]
     if len(set(names)) < len(names):
         raise ValueError(f"it defines {', '.join(sorted({name for name in names if names.count(name) > 1}))} twice")
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    if not read & IMPORTS <= set(imported):
+        raise ValueError(f"it does not import {', '.join(sorted(read & IMPORTS - set(imported)))}")
     plain = dict(assigned)
     uneven = {
         dotted(node.targets[0]).removeprefix("self."): node.value
