@@ -10,36 +10,38 @@ from .source import SRC, Import, imports
 MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
+    "frozen_values": "",
     "precision": "errors",
     "layout": "errors",
     "control_flow": "",
     "reshard": "errors layout",
     "schedule": "errors layout",
     "ir": "errors layout",
+    "storage": "errors layout",
     "rules": "errors layout reshard ir",
     "cluster": "errors layout",
     "ops": "errors layout ir rules cluster",
-    "capture": "errors batch_dim precision layout control_flow ir rules ops",
-    "cost": "errors layout reshard schedule ir rules cluster ops",
-    "plan": "errors layout reshard schedule ir rules cluster ops cost",
-    "lower": "errors layout reshard schedule ir rules ops plan",
+    "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
+    "cost": "errors layout storage reshard schedule ir rules cluster ops",
+    "plan": "errors layout storage reshard schedule ir rules cluster ops cost",
+    "lower": "errors layout storage reshard schedule ir rules ops cost plan",
     "probe": "errors layout ir rules ops capture lower",
-    "emit": "errors layout schedule ir rules ops plan lower",
-    "runtime": "errors batch_dim layout control_flow schedule",
+    "emit": "errors layout storage schedule ir rules ops plan lower",
+    "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors batch_dim precision layout reshard schedule ir rules capture cluster cost plan lower probe emit "
-        "runtime planning"
+        "errors batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster cost plan "
+        "lower probe emit runtime planning"
     ),
     "verify": (
-        "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
-        "compile wrapping"
+        "errors precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit runtime "
+        "planning compile wrapping"
     ),
     "rehearse": (
-        "errors precision layout schedule ir rules ops capture plan lower probe runtime planning compile verify"
+        "errors precision layout storage schedule ir rules ops capture plan lower probe runtime planning compile verify"
     ),
-    "compiled_parts": "errors layout capture plan lower runtime planning compile",
+    "compiled_parts": "errors layout storage capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
         "compile compiled_parts verify wrapping"
@@ -49,7 +51,7 @@ MAY_IMPORT = {
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules ops capture probe runtime verify",
-    "report": "errors layout reshard schedule ir rules cluster cost plan lower probe planning verify",
+    "report": "errors layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
     "lightning": "errors runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "",
@@ -59,7 +61,7 @@ MAY_IMPORT = {
     ),
 }
 NO_TORCH = frozenset(
-    "errors batch_dim precision layout reshard schedule ir rules ops cluster cost plan lower emit".split()
+    "errors batch_dim precision layout storage reshard schedule ir rules ops cluster cost plan lower emit".split()
 )
 
 

@@ -14,7 +14,6 @@ from .comments import comment_on
 from .grouping import Line, OpLine, Updates
 from .layers import RESERVED, Invoke, LayerLoop, Method
 from .names import Names, preferred_name
-from .parameters import unit_of
 from .sizes import SizeNames
 
 INDENT = "    "
@@ -26,10 +25,10 @@ class BodyWriter:
     def __init__(self, program: LoweredProgram, sizes: SizeNames, updates: Updates) -> None:
         self.program, self.sizes, self.updates = program, sizes, updates
         self.parts = program.mesh.sizes
-        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.parameters}
+        self.paths: dict[str, str] = {spec.value: spec.name for spec in program.parameters}
         self.paths |= {buffer.value: buffer.key for buffer in program.graph.buffers}
-        stored = [holding for holding in program.parameters if any(level == 3 for _, level in holding.zero)]
-        self.unit_of = {holding.value: unit_of(holding.key) for holding in stored}  # of what ZeRO-3 gathers
+        gathered = [spec for spec in program.parameters if spec.storage.shards_parameter]
+        self.unit_of = {spec.value: spec.unit for spec in gathered}  # of what ZeRO-3 gathers
         self.units: dict[str, None] = {}  # those that some method gathers
         self.fixed: dict[str, str] = {}  # what is no variable: value -> attribute
         tops = {key.split(".")[0] for key in self.paths.values()}

@@ -97,7 +97,7 @@ class FileWriter:
     def head(self, text: str) -> Iterator[str]:
         """All that stands above the table of parameters; `text` is what comes below."""
         program, graph = self.program, self.program.graph
-        stored = sum(bytes_per_rank(holding, self.parts) for holding in program.parameters)
+        stored = sum(bytes_per_rank(spec, self.parts) for spec in program.parameters)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
         title = f", {program.title}" if program.title else ""
         yield f'"""{graph.name}, {kind}{title}. Generated from plan {program.plan_name}: edit the plan, not this file.'
@@ -144,8 +144,8 @@ class FileWriter:
                 axes = op.argument(key)
                 if isinstance(axes, tuple) and axes:
                     groups.add(axes)
-        for holding in self.program.parameters:
-            sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == REPLICATE)
+        for spec in self.program.parameters:
+            sums = tuple(name for name in self.program.mesh.names if spec.layout.placement(name) == REPLICATE)
             if sums:
                 groups.add(sums)
         return sorted(axes for axes in groups if MB not in axes)

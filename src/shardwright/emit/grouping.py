@@ -48,7 +48,7 @@ class Grouping:
 
     def __init__(self, program: LoweredProgram, updates: Updates, sizes: SizeNames) -> None:
         self.updates, self.sizes = updates, sizes
-        self.keys = {key: holding.value for holding in program.parameters for key in holding.keys}
+        self.keys = {key: spec.value for spec in program.parameters for key in spec.keys}
         self.keys |= {buffer.key: buffer.value for buffer in program.graph.buffers}
         self.reads = Counter(name for op in program.ops for name in op.inputs)
         self.reads.update(program.needed())

@@ -8,36 +8,32 @@ from collections.abc import Iterator, Mapping
 from ..ir.graph import ITEM_SIZE
 from ..ir.paths import numbered_layer
 from ..layout import REPLICATE, Shard
-from ..lower import LoweredProgram, ParameterPlacement, Size
+from ..lower import LoweredProgram, Size
 from ..ops.printing import plain, show_shard
+from ..storage import ParameterSpec
 from .sizes import SizeNames
 
 
-def unit_of(key: str) -> str:
-    """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
-    layer = numbered_layer(key)
-    return "" if layer is None else f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1])
-
-
 def parameter_table(program: LoweredProgram, class_name: str, sizes: SizeNames) -> Iterator[str]:
-    numbers = {holding.key: parameter_text(holding, program, None) for holding in program.parameters}
-    named = {holding.key: parameter_text(holding, program, sizes) for holding in program.parameters}
+    numbers = {spec.name: parameter_text(spec, program, None) for spec in program.parameters}
+    named = {spec.name: parameter_text(spec, program, sizes) for spec in program.parameters}
+    units = {spec.name: spec.unit for spec in program.parameters}
     yield f"PARAMETERS = {{  # key in {class_name}.state_dict() -> how it is stored"
-    for key, text in _starred(numbers, named).items():
+    for key, text in _starred(numbers, named, units).items():
         yield f'    "{key}": {text},'
     yield "}"
 
 
-def parameter_text(holding: ParameterPlacement, program: LoweredProgram, sizes: SizeNames | None) -> str:
+def parameter_text(spec: ParameterSpec, program: LoweredProgram, sizes: SizeNames | None) -> str:
     """The entry of a parameter, with the names of sizes or with numbers."""
     parts = program.mesh.sizes
-    local = program.sizes_of(holding.value)
-    named = [str(size) for size in holding.shape]
+    local = program.sizes_of(spec.value)
+    named = [str(size) for size in spec.shape]
     if sizes is not None:
         named = [sizes.text(size.global_size()).replace(" ", "") for size in local]
     shown = [f"shape=({', '.join(named)}{',' if len(named) == 1 else ''})"]
     shards = []
-    for dim, split in enumerate(holding.layout.shards):
+    for dim, split in enumerate(spec.layout.shards):
         inner = [None if sizes is None else _inner_sizes(c, local[dim], sizes) for c in split]
         texts = [
             f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c, names)
@@ -47,19 +43,19 @@ def parameter_text(holding: ParameterPlacement, program: LoweredProgram, sizes: 
             shards.append(f"{dim}: {texts[0] if len(texts) == 1 else '(' + ', '.join(texts) + ')'}")
     if shards:
         shown.append(f"shards={{{', '.join(shards)}}}")
-    sums = [name for name in program.mesh.names if holding.layout.placement(name) == REPLICATE]
+    sums = [name for name in program.mesh.names if spec.layout.placement(name) == REPLICATE]
     if sums:
         shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))
-    if holding.zero:
-        shown.append(f"zero={{{', '.join(f'{axis!r}: {level}' for axis, level in holding.zero)}}}".replace("'", '"'))
-    if not holding.trainable:
+    if spec.storage.axes:
+        shown.append(f"zero={spec.storage.written()}".replace("'", '"'))
+    if not spec.trainable:
         shown.append("frozen=True")
-    if holding.dtype != "float32":
-        shown.append(f"dtype=torch.{holding.dtype}")
-    if len(holding.keys) > 1:
-        shown.append("tied=(" + "".join(f'"{key}", ' for key in holding.keys[1:]).rstrip() + ")")
-    if any(level == 3 for _, level in holding.zero) and unit_of(holding.key):
-        shown.append(f'unit="{unit_of(holding.key)}"')
+    if spec.dtype != "float32":
+        shown.append(f"dtype=torch.{spec.dtype}")
+    if len(spec.keys) > 1:
+        shown.append("tied=(" + "".join(f'"{key}", ' for key in spec.keys[1:]).rstrip() + ")")
+    if spec.unit:
+        shown.append(f'unit="{spec.unit}"')
     return f"ParameterEntry({', '.join(shown)})"
 
 
@@ -78,15 +74,14 @@ def _inner_sizes(shard: Shard, size: Size, names: SizeNames) -> list[str]:
     return texts
 
 
-def bytes_per_rank(holding: ParameterPlacement, sizes: Mapping[str, int]) -> int:
+def bytes_per_rank(spec: ParameterSpec, sizes: Mapping[str, int]) -> int:
     """What the first rank keeps of a parameter."""
-    total = math.prod(holding.layout.local_shape(holding.shape, sizes, dict.fromkeys(sizes, 0)))
-    for axis, level in holding.zero:
-        total = -(-total // sizes[axis]) if level == 3 else total
-    return total * ITEM_SIZE.get(holding.dtype, 4)
+    total = math.prod(spec.layout.local_shape(spec.shape, sizes, dict.fromkeys(sizes, 0)))
+    total = math.ceil(spec.storage.stored(total, spec.storage.parts(sizes)).parameter)
+    return total * ITEM_SIZE.get(spec.dtype, 4)
 
 
-def _starred(numbers: Mapping[str, str], named: Mapping[str, str]) -> dict[str, str]:
+def _starred(numbers: Mapping[str, str], named: Mapping[str, str], units: Mapping[str, str]) -> dict[str, str]:
     """Keys that differ only in the layer's number and are stored alike, said once: by names that all of them have."""
 
     def star(key: str) -> str:
@@ -97,7 +92,7 @@ def _starred(numbers: Mapping[str, str], named: Mapping[str, str]) -> dict[str, 
         return f"{lead}*{key[len(lead) + len(str(layer[1])) :]}"
 
     def starred_text(key: str, text: str) -> str:
-        return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
+        return text.replace(f'unit="{units[key]}"', f'unit="{star(units[key])}"')
 
     def texts_of(rows: Mapping[str, str]) -> dict[str, set[str]]:
         texts: dict[str, set[str]] = {}

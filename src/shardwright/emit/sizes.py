@@ -70,7 +70,7 @@ class SizeNames:
         self.uneven: dict[str, SizeFactor] = {}
         self.taken: set[str] = set(taken)  # also by sizes
         self.avoided: frozenset[str] = frozenset(avoided)
-        keys = (*(h.key for h in program.parameters), *(b.key for b in program.graph.buffers))
+        keys = (*(spec.name for spec in program.parameters), *(b.key for b in program.graph.buffers))
         self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
 
     def text(self, size: Size) -> str:

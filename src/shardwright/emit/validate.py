@@ -28,7 +28,6 @@ from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults, module_faults
-from .parameters import unit_of
 
 IMPORTS = frozenset({"torch", "F", "runtime", "comm", "shard", "local_size", "R", "ParameterEntry", "Program"})
 """What files import, as far as they read it. Nothing else may have such a name."""
@@ -97,7 +96,7 @@ def _names(
         for node in (methods["sizes"].body if "sizes" in methods else ())
         if isinstance(node, ast.Assign)
     }
-    keys = {key: holding.value for holding in program.parameters for key in holding.keys}
+    keys = {key: spec.value for spec in program.parameters for key in spec.keys}
     keys |= {buffer.key: buffer.value for buffer in program.graph.buffers}
     return FileNames(
         program=program,
@@ -138,8 +137,8 @@ class _TextReader:
 
     def __init__(self, program: LoweredProgram, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
         self.program, self.file, self.methods = program, file, methods
-        split = [holding for holding in program.parameters if any(level == 3 for _, level in holding.zero)]
-        self.gathered_by = {holding.value: unit_of(holding.key) for holding in split}  # the unit that holds a value
+        gathered = [spec for spec in program.parameters if spec.storage.shards_parameter]
+        self.gathered_by = {spec.value: spec.unit for spec in gathered}  # the unit that holds a value
         self.updates: dict[str, str] = {}  # that no line was met for yet
         self.coming: list[Op] = []  # ops of the program that no line was met for yet, the next one last
         self.contexts: list[Context] = []
