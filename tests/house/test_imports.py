@@ -11,6 +11,7 @@ MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
     "precision": "errors",
+    "options": "errors",
     "layout": "errors",
     "control_flow": "",
     "reshard": "errors layout",

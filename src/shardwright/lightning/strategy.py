@@ -35,7 +35,8 @@ from ..checkpoint import load_weights
 from ..compile import count_replicas
 from ..compiled_parts import Parts
 from ..errors import InputError
-from ..planning import PlanLike
+from ..options import MOVED, check_moved
+from ..plan.request import PlanLike, read_source
 from ..runtime.model.inputs import Mode
 from ..runtime.world import backend_for, here
 from . import checkpoints
@@ -58,7 +59,7 @@ class ShardwrightStrategy(ParallelStrategy):
     weights     values of parameters on meta: by the path of a submodule, "" for the module, a
                 safetensors file or a Hugging Face folder
     timeout     of the process group
-    options     further keyword arguments of sw.parallelize: cluster, memory, constraints, microbatches, ...
+    options     further keyword arguments of sw.parallelize: cluster, memory, constraints, pipeline, compile, ...
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ShardwrightStrategy(ParallelStrategy):
         weights: Mapping[str, str | Path] | None = None, timeout: timedelta | float = 600.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_moved(list(options), MOVED, "ShardwrightStrategy")
         self._options = {"plan": plan, "inputs": inputs, **options}
         self._parts, self._example, self._weights = parts, example, dict(weights or {})
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -226,7 +228,7 @@ class ShardwrightStrategy(ParallelStrategy):
             return (0, 1) if inputs == "global" else (self.global_rank, self.world_size)
         known = self.compiled.data_place() if self.compiled is not None else None
         if known is None:  # only an example is loaded: its batch size is what counts
-            known = 0, count_replicas(self._options["plan"], here())
+            known = 0, count_replicas(read_source(self._options["plan"]), here().size)
         return known
 
     def barrier(self, name: str | None = None) -> None:
