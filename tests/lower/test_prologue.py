@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import LoweringError
 from shardwright.lower import LoweredProgram
-from shardwright.planning import Batching
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.search_options import SearchOptions
 from shardwright.verify import compile_program
 
 ROWS = 8
@@ -36,7 +37,8 @@ def programs_of(
     module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4
 ) -> tuple[LoweredProgram, ...]:
     size = 1 if plan == "single" else 2
-    return compile_program(module, args, {}, plan, size, batching=Batching(microbatches=microbatches)).programs
+    request = PlanRequest.read(plan, options=SearchOptions(microbatches=microbatches))
+    return compile_program(module, args, {}, request, size).programs
 
 
 def early_of(module: nn.Module, *args: Tensor, plan: str = "single") -> list[tuple[str, tuple[str, ...]]]:

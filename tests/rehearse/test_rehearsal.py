@@ -118,7 +118,7 @@ def test_experts_go_where_their_tokens_are():
     model.set_experts_implementation("eager")
     example = ((), {"input_ids": ids, "attention_mask": ids, "labels": ids})
 
-    rehearsal = rehearse("dp=2,ep=4,tp=2", model.train(), example=example, outputs="scalars", steps=1)
+    rehearsal = rehearse("dp=2,ep=4,tp=2", model.train(), example=example, compile={"outputs": "scalars"}, steps=1)
 
     assert rehearsal.passed, str(rehearsal)
     assert all(parameter.is_meta for parameter in model.parameters())  # the user's model is as it was

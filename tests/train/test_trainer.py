@@ -347,6 +347,11 @@ def test_rows_are_not_counted_by_an_input_that_has_no_batch_dim(tmp_path):
 
     data = DataLoader(list(torch.randn(10, 4)), batch_size=5, collate_fn=collate)
     made = sw.Trainer(
-        model=Weighted(), train_data=data, plan="single", directory=tmp_path, max_epochs=1, unbatched=["prior"]
+        model=Weighted(),
+        train_data=data,
+        plan="single",
+        directory=tmp_path,
+        max_epochs=1,
+        compile=sw.CompileOptions(unbatched=["prior"]),
     )
     assert made.fit().rows == 10

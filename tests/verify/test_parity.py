@@ -102,7 +102,8 @@ def test_a_precision_rounds_alike_on_both_sides(precision, plan):
 def test_masters_of_both_sides_are_the_same_to_the_last_bit(plan):
     """Steps so small that they show in float32 masters only."""
     report = verify(
-        Exact(), plan, example=(SIGNS,), precision="bf16", tolerance=1e-12, microbatches=2 if "pp" in plan else None,
+        Exact(), plan, example=(SIGNS,), precision="bf16", tolerance=1e-12,
+        pipeline={"microbatches": 2 if "pp" in plan else None},
         optimizer=lambda ps: torch.optim.SGD(ps, lr=RATE),
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ from ..cost import training_flops
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import PipelinePrograms, lower, lower_pipeline
+from ..lower import LoweredProgram, PipelinePrograms, lower, lower_pipeline
 from ..plan import Plan
 from ..plan.file import read as read_plan
 from ..planning import continue_plan, make_plan, only_scalars
@@ -92,7 +92,9 @@ class Compiler:
             partial(input_paths, self.skeleton), self.settings.unbatched, computed=bool(self.settings.prefix)
         )
         self.storage_options: list[dict[str, Layout]] = []  # for each stage, once that is decided
-        self.entries: list[str] = []  # of the graphs that were compiled
+        self.programs: list[
+            LoweredProgram
+        ] = []  # of each call that was compiled; of a pipeline that of its first stage
         self._bodies: dict[str, OpaqueBody] = {}
         self._saw_values = False  # whether an opaque part had to be seen running
         self._loop: PipelineLoop | None = None
@@ -131,7 +133,7 @@ class Compiler:
     def __call__(self, call: ModelCall) -> CompiledCall:
         """The program of a call, and all that comes with it."""
         self.agree()
-        if not self.entries:
+        if not self.programs:
             self._check_first(call)
         with called_with_gradients(torch.is_grad_enabled()), saved_tensors_hooks(_as_it_is, _as_it_is):
             return self._compile(call)  # not with the hooks of a checkpoint that this call is in
@@ -160,7 +162,7 @@ class Compiler:
         check_held(pp_ranks, state.pp_ranks, generated)
         loader = ProgramLoader(compiler=self, call=call, captured=captured, state=state, groups=groups)
         specialization = loader.pipeline(lowered, generated) if plan.is_pipeline else loader.flat(generated[0])
-        self._remember(graph, generated)
+        self._remember(generated)
         return CompiledCall(
             specialization=specialization,
             plan=plan,
@@ -197,7 +199,7 @@ class Compiler:
             for leaf, batched in zip(leaves, batch.batched, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(shown, spec)
-        number = sum(known.split("-")[0] == entry for known in self.entries)
+        number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
         real = self._real(call, batch.batched, scale)
         called = calling(call.skeleton, call.method)
@@ -277,7 +279,7 @@ class Compiler:
 
     def _flops(self, call: ModelCall, plan: Plan, analysis: Analysis) -> float | None:
         """Of the first training call."""
-        if not call.training or any(entry.startswith("train") for entry in self.entries):
+        if not call.training or any(known.graph.entry.startswith("train") for known in self.programs):
             return None
         return training_flops(analysis) * (plan.microbatches if plan.local else 1)
 
@@ -312,9 +314,9 @@ class Compiler:
         shards = sharder.replaced(state.parameters, pp_ranks)
         return state, ReplacedParameters(originals=dict(self.original.named_parameters()), shards=shards)
 
-    def _remember(self, graph: Graph, generated: Sequence[Generated]) -> None:
+    def _remember(self, generated: Sequence[Generated]) -> None:
         """A call was compiled: what the next ones have to keep to. The shards are the truth from here on."""
-        self.entries.append(graph.entry)
+        self.programs.append(generated[0].program)
         if self.original is not None:
             self.storage_options = [{p.key: p.layout for p in file.program.parameters} for file in generated]
             self.original = None

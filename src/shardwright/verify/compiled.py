@@ -43,7 +43,7 @@ class SharingCompiler(Compiler):
     captures: dict[tuple[bool, int], CapturedGraph]
 
     def _capture(self, call: ModelCall) -> CapturedGraph:
-        key = (call.training, len(self.entries))
+        key = (call.training, len(self.programs))
         with _ONE_AT_A_TIME:
             if key not in self.captures:
                 self.captures[key] = super()._capture(call)
