@@ -158,8 +158,8 @@ def check_names(model: nn.Module, unbatched: Sequence[str] | None) -> None:
     strange = [name for name in unbatched if re.split(r"[\[.]", name)[0] not in names]
     if strange:
         raise InputError(
-            f"unbatched={list(unbatched)}: {type(model).__name__} has no input {', '.join(strange)}; its inputs "
-            f"are {', '.join(names)}"
+            f"CompileOptions(unbatched={list(unbatched)}): {type(model).__name__} has no input {', '.join(strange)}; "
+            f"its inputs are {', '.join(names)}"
         )
 
 

@@ -52,23 +52,13 @@ KINDS = ("dp=2", "tp=2", "zero3=2", "pp=2")
 
 @refuse_moved("sw.verify", MOVED)
 def verify(
-    model: nn.Module,
-    plan: PlanLike | None = None,
-    *,
-    example: Any,
-    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd",
-    loss: Loss | None = None,
-    dtype: torch.dtype | None = None,
-    precision: PrecisionLike = None,
-    steps: int = 3,
-    entries: Sequence[Entry] = ("train",),
-    tolerance: float | None = None,
-    method: Where | None = None,
-    size: int | None = None,
-    seed: int = 0,
-    pipeline: PipelineOptions | Mapping[str, Any] | None = None,
+    model: nn.Module, plan: PlanLike | None = None, *, example: Any,
+    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", loss: Loss | None = None,
+    dtype: torch.dtype | None = None, precision: PrecisionLike = None, steps: int = 3,
+    entries: Sequence[Entry] = ("train",), tolerance: float | None = None, method: Where | None = None,
+    size: int | None = None, seed: int = 0, pipeline: PipelineOptions | Mapping[str, Any] | None = None,
     compile: CompileOptions | Mapping[str, Any] | None = None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Run the original and the compiled program on the same batch and compare everything that training depends on.
 
     plan       as for parallelize; "auto" needs a size, or a world. Default: "auto" in a world, else

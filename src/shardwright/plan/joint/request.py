@@ -19,7 +19,8 @@ def pipeline_request(limits: Limits, options: SearchOptions) -> PipelineRequest:
     count = constraints.get("microbatches", options.microbatches)
     if options.microbatches not in (None, count):
         raise PlanError(
-            f"microbatches={options.microbatches}, but a constraint asks for {count}; leave one of them out"
+            f"PipelineOptions(microbatches={options.microbatches}), but a constraint asks for {count}; leave one of "
+            "them out"
         )
     stages, schedule = constraints.get("stages"), constraints.get("schedule")
     return PipelineRequest(

@@ -184,7 +184,7 @@ class ParallelModel(ModelView):
         if self._state is None:
             self._hold(compiled.state)
         if compiled.replaced is not None:
-            self._replace(compiled.replaced)
+            self._replace_original(compiled.replaced)
         self.watch(compiled.reads, compiled.variables, compiled.left)
         self._entries[key] = compiled.specialization
         return compiled.specialization
@@ -201,7 +201,7 @@ class ParallelModel(ModelView):
         self.show(shown(self._around["skeleton"], tensors))
         self.guard()
 
-    def _replace(self, replaced: ReplacedParameters) -> None:
+    def _replace_original(self, replaced: ReplacedParameters) -> None:
         """Have the optimizers train the shards, and the original's parameters refuse to be trained."""
         compiler: ModelCompiler = self._around["compiler"]
         for optimizer in several(compiler.optimizer):
