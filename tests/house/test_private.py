@@ -55,8 +55,9 @@ def borrowed(root: Path) -> list[str]:
             owners[name].add(package(path, root))
     uses = []
     for path, tree in trees.items():
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute) or is_own(node.value):
+            if not isinstance(node, ast.Attribute) or is_own(node.value) or ast.unparse(node.value) in modules:
                 continue
             if node.attr in owners and package(path, root) not in owners[node.attr]:
                 uses.append(f"{path.relative_to(root)}:{node.lineno} uses .{node.attr} of {owners[node.attr]}")

@@ -141,15 +141,13 @@ def test_a_file_that_is_not_there_is_named(config, capsys):
 
 
 def test_a_run_from_a_file_writes_the_config_that_makes_it_again(config):
-    assert (
-        main(["train", "config.yaml", "--model.init_args.wide", "24", "--seed=3", "--validation.every_epochs", "null"])
-        == 0
-    )
+    changes = ["--model.init_args.wide", "24", "--seed=3", "--validation.every_epochs", "null"]
+    assert main(["train", "config.yaml", *changes]) == 0
     first = (config.parent / "run/metrics.csv").read_text().splitlines()
     assert len(first) == 3
     kept = read_config(config.parent / "run/config.yaml").values
     assert kept["model"] == {"class_path": "tests.train.parts.Net", "init_args": {"wide": 24}}
-    assert kept["val_every_epochs"] is None
+    assert kept["validation"]["every_epochs"] is None
 
     assert main(["train", "run/config.yaml", "--directory", "again"]) == 0
     second = (config.parent / "again/metrics.csv").read_text().splitlines()

@@ -282,7 +282,7 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of this rank's shards; a checkpoint is written from the optimizer itself."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return inner.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
