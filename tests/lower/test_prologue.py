@@ -166,7 +166,7 @@ def test_what_would_have_to_see_other_microbatches_is_refused_with_its_line_and_
 
     said = str(error.value)
     assert op in said and "test_prologue.py:" in said
-    assert "microbatches=1" in said and 'microbatch_semantics="local"' in said
+    assert "microbatches=1" in said and 'semantics="local"' in said
 
 
 def test_gradients_that_would_go_back_to_inputs_are_not_lost():

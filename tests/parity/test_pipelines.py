@@ -79,7 +79,7 @@ def test_batch_norm_sees_the_whole_batch_if_it_is_not_cut(pools, tmp_path):
 
 @pytest.mark.parametrize("model", ["resnet", "contrastive"])
 def test_what_needs_the_whole_batch_refuses_microbatches(pools, tmp_path, model):
-    with pytest.raises(LoweringError, match='microbatch_semantics="local"'):
+    with pytest.raises(LoweringError, match='semantics="local"'):
         faults(pools, tmp_path, model, "pp=2", 2, 2)
 
 

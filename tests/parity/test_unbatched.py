@@ -181,7 +181,8 @@ class Pair(nn.Module):
 
 def test_what_sizes_do_not_tell_is_refused_where_it_is_needed(tmp_path):
     example = torch.randn(8, 12), torch.randn(16, 9)
-    with pytest.raises(PlanError, match=r"images \[8, 12\], texts \[16, 9\]\); name those that have none: unbatched="):
+    remedy = r"images \[8, 12\], texts \[16, 9\]\); name those that have none: CompileOptions\(unbatched="
+    with pytest.raises(PlanError, match=remedy):
         make_plan(Pair(), example=example, plan="dp=2")
     plan = make_plan(Pair(), example=example, plan="dp=2", compile={"unbatched": ["texts"]})
     assert [name for name, choice in plan.choices("train").items() if choice and name.startswith("text")] == []

@@ -235,7 +235,7 @@ def test_microbatches_that_are_batches_of_their_own_are_refused():
     model, example = gpt(4)
     plan = sw.plan(model, example=example, plan="dp=2", cluster=2)
 
-    with pytest.raises(PlanError, match='microbatch_semantics="local" has no rehearsal'):
+    with pytest.raises(PlanError, match=r'PipelineOptions\(semantics="local"\) has no rehearsal'):
         run(dataclasses.replace(plan, local=True, microbatches=2), (model, example))
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..cluster import find as find_cluster
 from ..compile import count_replicas, write
 from ..errors import ClusterError, InputError, PlanError
+from ..options import PipelineOptions
 from ..parallelize import cluster_size, parallelize, planned, read_request
 from ..plan import Plan
 from ..plan.request import AutoPlan, PlanRequest, PlanSource, read_source
@@ -34,7 +35,7 @@ from .model_with_loss import with_loss
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-PACKAGE = __name__.partition(".")[0]
+SETTINGS = (__package__, PipelineOptions.__module__)  # whose dataclasses are settings
 LONG = 20  # a longer list is data, not a setting
 
 
@@ -162,7 +163,7 @@ def _plain(value: Any) -> Any:
     if (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)
-        and type(value).__module__.startswith(PACKAGE)
+        and type(value).__module__.startswith(SETTINGS)
     ):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple) and len(value) > LONG:
