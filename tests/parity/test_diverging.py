@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.compile import agreement
 from shardwright.errors import DriftError, InputError
+from shardwright.options import MOVED
 from shardwright.parallelize import parallelize
 from tests.models.zoo import ZOO
 from tests.options import grouped
@@ -289,7 +290,7 @@ def test_options_that_differ_are_named_on_all_ranks(tmp_path, name, values):
         assert len(text.splitlines()) == 2
         if name != "precision":
             kept = ["()" if value == [] else str(value) for value in values]
-            assert f"  - {name}: {kept[0]} on rank 0, {kept[1]} on rank 1" in text
+            assert f"  - {MOVED.get(name, name)}: {kept[0]} on rank 0, {kept[1]} on rank 1" in text
 
 
 def test_optimizers_that_differ_are_named_on_all_ranks(tmp_path):

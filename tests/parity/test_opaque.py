@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from tests.options import grouped
 
 from ..models.odd import Branching, Memory, Net, Rows, data
 from ..runtime.ranks import run_ranks
 
 
 def verified(model: nn.Module, plan: str, example: tuple[object, ...], **options: object) -> None:
-    report = sw.verify(model, plan, example=example, method="threads", entries=("train", "eval"), **options)
+    report = sw.verify(model, plan, example=example, method="threads", entries=("train", "eval"), **grouped(**options))
     assert report, str(report)
 
 

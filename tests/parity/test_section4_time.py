@@ -46,7 +46,7 @@ def x() -> Tensor:
 
 def check(net: nn.Module, args: tuple[Tensor, ...], plan: str, **options) -> None:
     given = {"steps": 2, "method": "threads", "microbatches": PARTS, **options}
-    report = verify(net, plan, example=args, **given)
+    report = verify(net, plan, example=args, **grouped(**given))
     assert report.passed, str(report)
 
 

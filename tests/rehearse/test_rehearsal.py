@@ -18,6 +18,7 @@ from shardwright.rehearse.result import differences
 from shardwright.rules import analyse
 from shardwright.runtime.collectives import comm
 from shardwright.runtime.pipeline import ties
+from tests.options import grouped
 
 
 def gpt(layers=6, vocab=50304):
@@ -30,7 +31,7 @@ def gpt(layers=6, vocab=50304):
 
 def run(plan, call=None, **options):
     model, example = call or gpt()
-    return rehearse(plan, model, example=example, **options)
+    return rehearse(plan, model, example=example, **grouped(**options))
 
 
 # What is kept, and what becomes small.

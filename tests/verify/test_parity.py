@@ -13,11 +13,12 @@ from shardwright.runtime.collectives import comm
 from shardwright.verify import verify
 from tests.models.nets import RATE, SIGNS, Exact
 from tests.models.zoo import ZOO
+from tests.options import grouped
 
 
 def check(name, plan, **options):
     module, args, kwargs = ZOO[name]()
-    return verify(module, plan, example=(args, kwargs), **options)
+    return verify(module, plan, example=(args, kwargs), **grouped(**options))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero2=2", "zero3=2"])
