@@ -46,9 +46,10 @@ def make_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int)
     if plan.size != size:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {size} processes")
     plan.check_against(graph)
-    if request.cluster is None or plan.is_pipeline:
+    if request.cluster is None:
         return plan
-    return priced(plan, analysis, request, request.cluster)
+    plan = replace(plan, made_for=request.cluster)
+    return plan if plan.is_pipeline else priced(plan, analysis, request, request.cluster)
 
 
 def _check_microbatches(plan: Plan, options: SearchOptions) -> None:
@@ -84,7 +85,8 @@ def find_plan(analysis: Analysis, request: PlanRequest, size: int) -> JointResul
         )
     with without_collection():
         result = find_joint(analysis, cluster, request.training, options, size=size)
-        return replace(result, plan=_with_predictions(result, analysis, request, cluster))
+        plan = _with_predictions(result, analysis, request, cluster)
+        return replace(result, plan=replace(plan, made_for=cluster))
 
 
 def _with_predictions(result: JointResult, analysis: Analysis, request: PlanRequest, cluster: Cluster) -> Plan:

@@ -10,6 +10,7 @@ from .source import SRC, Import, imports
 MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
+    "frozen_values": "",
     "precision": "errors",
     "options": "errors",
     "layout": "errors",
@@ -17,30 +18,32 @@ MAY_IMPORT = {
     "reshard": "errors layout",
     "schedule": "errors layout",
     "ir": "errors layout",
+    "storage": "errors layout",
     "rules": "errors layout reshard ir",
     "cluster": "errors layout",
     "ops": "errors layout ir rules cluster",
-    "capture": "errors batch_dim precision layout control_flow ir rules ops",
-    "cost": "errors layout reshard schedule ir rules cluster ops",
-    "plan": "errors layout reshard schedule ir rules cluster ops cost",
-    "lower": "errors layout reshard schedule ir rules ops plan",
+    "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
+    "cost": "errors layout storage reshard schedule ir rules cluster ops",
+    "plan": "errors layout storage reshard schedule ir rules cluster ops cost",
+    "lower": "errors layout storage reshard schedule ir rules ops cost plan",
     "probe": "errors layout ir rules ops capture lower",
-    "emit": "errors layout schedule ir rules ops plan lower",
-    "runtime": "errors batch_dim layout control_flow schedule",
+    "emit": "errors layout storage schedule ir rules ops plan lower",
+    "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors options batch_dim precision layout reshard schedule ir rules capture cluster cost plan lower probe "
-        "emit runtime planning"
+        "errors options batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster "
+        "cost plan lower probe emit runtime planning"
     ),
     "verify": (
-        "errors options precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime "
-        "planning compile wrapping"
+        "errors options precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit "
+        "runtime planning compile wrapping"
     ),
     "rehearse": (
-        "errors options precision layout schedule ir rules ops capture plan lower probe runtime planning compile verify"
+        "errors options precision layout storage schedule ir rules ops capture plan lower probe runtime planning "
+        "compile verify"
     ),
-    "compiled_parts": "errors options layout capture plan lower runtime planning compile",
+    "compiled_parts": "errors options layout storage capture plan lower runtime planning compile",
     "parallelize": (
         "errors options precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime "
         "planning compile compiled_parts verify wrapping"
@@ -50,7 +53,7 @@ MAY_IMPORT = {
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules ops capture probe runtime verify",
-    "report": "errors layout reshard schedule ir rules cluster cost plan lower probe planning verify",
+    "report": "errors layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": (
         "errors options cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema"
     ),
@@ -62,7 +65,8 @@ MAY_IMPORT = {
     ),
 }
 NO_TORCH = frozenset(
-    "errors batch_dim options precision layout reshard schedule ir rules ops cluster cost plan lower emit".split()
+    "errors batch_dim options precision layout storage reshard schedule ir rules ops cluster cost plan lower "
+    "emit".split()
 )
 
 

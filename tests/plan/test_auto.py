@@ -115,7 +115,7 @@ def split_on_batch(analysis, plan, name: str) -> bool:
 
 
 def parameters_of(plan):
-    return {key: max((level for _, level in levels), default=0) for key, levels in plan.storage.items()}
+    return {key: stored.symbol for key, stored in plan.storage.items()}
 
 
 def peak_of(analysis, plan, recompute):

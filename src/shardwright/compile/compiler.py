@@ -318,7 +318,7 @@ class Compiler:
         """A call was compiled: what the next ones have to keep to. The shards are the truth from here on."""
         self.programs.append(generated[0].program)
         if self.original is not None:
-            self.storage_options = [{p.key: p.layout for p in file.program.parameters} for file in generated]
+            self.storage_options = [{p.name: p.layout for p in file.program.parameters} for file in generated]
             self.original = None
             self._alive, self._signature = {}, []
 

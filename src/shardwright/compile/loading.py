@@ -74,7 +74,7 @@ class ProgramLoader:
         state, module, device = self.state, generated.module, self.compiler.world.device
         program = program_class(module)(groups, module.GROUPS, device, state.random, moment)
         program.zero = state.zero
-        read = {p.key for p in generated.program.parameters}  # a loop over layers must find those of its stage
+        read = {p.name for p in generated.program.parameters}  # a loop over layers must find those of its stage
         for spec in state.specs:
             for key in spec.keys if spec.name in read else ():
                 program.place(key, state.parameters[spec.name])

@@ -22,7 +22,8 @@ from .flow import GradientFlow
 from .fusing import fuse
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .lifetimes import deaths
-from .rank_program import Choices, ParameterMemory, RankProgram, RankStep, Storage, steps_of
+from .rank_program import Choices, ParameterMemory, RankProgram, RankStep, StorageByKey, steps_of
+from .reshard_prices import ReshardPrices
 from .training import ON_CPU, BackendTraits, TrainingSetup
 from .updates import GradientBuckets, Zero3Units
 
@@ -56,18 +57,20 @@ def simulate_memory(
     analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
-    storage: Storage,
+    storage: StorageByKey,
     training: TrainingSetup,
     recompute: Sequence[str] = (),
     *,
     traits: BackendTraits = ON_CPU,
+    prices: ReshardPrices | None = None,
 ) -> MemoryPeak:
     """The peak of a rank under a plan.
 
     recompute   module paths, each of which is recomputed in backward
     traits      what the device's libraries do with memory
+    prices      by which lowering chooses reshards; None: bytes
     """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits))
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, prices=prices))
     line = MemoryTimeline(program, training, traits)
     line.forward()
     line.backward()
@@ -232,7 +235,7 @@ class MemoryTimeline:
     def _complete(self, parameter: ParameterMemory) -> None:
         """A parameter has its whole gradient of this backward."""
         storage = self.gradients.pop(parameter.value, None)
-        if parameter.level == 3:
+        if parameter.storage.shards_parameter:
             self.units.arrived(parameter, storage)
         elif parameter.sums:
             self.buckets.arrived(parameter)
@@ -243,14 +246,14 @@ class MemoryTimeline:
             self.heap.drop(storage)
 
     def update(self) -> None:
-        """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
+        """The optimizer's own tensors, and the parameters whose updated shards are gathered."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
-        shares = [parameter.share * parameter.wider for parameter in self.program.parameters if parameter.trainable]
+        shares = [parameter.updated * parameter.wider for parameter in self.program.parameters if parameter.trainable]
         if self.training.states() and not self.traits.fuses(self.training.optimizer):
             heap.touch(sum(shares) if self.traits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
-        split = [parameter for parameter in self.program.parameters if parameter.level in (1, 2)]
+        split = [parameter for parameter in self.program.parameters if parameter.storage.updates_shard]
         copies = 2.0 if self.traits.copies else 1.0
         heap.touch(sum(copies * parameter.bytes + parameter.share for parameter in split))

@@ -22,7 +22,8 @@ from ..schedule import MicrobatchMemory, Schedule, in_flight
 from .fusing import fuse
 from .heap import ACTIVATION
 from .memory_timeline import MemoryPeak, MemoryTimeline
-from .rank_program import Choices, ParameterMemory, Storage, steps_of
+from .rank_program import Choices, ParameterMemory, StorageByKey, steps_of
+from .reshard_prices import ReshardPrices
 from .training import BackendTraits, TrainingSetup
 
 NOTHING = MicrobatchMemory(0.0, 0.0)
@@ -57,7 +58,7 @@ def simulate_stage_memory(
     analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
-    storage: Storage,
+    storage: StorageByKey,
     training: TrainingSetup,
     recompute: Sequence[str],
     borders: Mapping[str, Layout],
@@ -65,19 +66,23 @@ def simulate_stage_memory(
     time: str,
     traits: BackendTraits,
     queued: float = 0.0,
+    prices: ReshardPrices | None = None,
 ) -> StageMemory:
     """One microbatch of a stage.
 
     mesh       with the axis in time
     time       the name of that axis
     borders    how values lie that cross
+    prices     by which lowering chooses reshards; None: bytes
     """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders))
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders, prices))
     parameters = [
-        replace(parameter, level=1) if parameter.level == 2 else parameter for parameter in program.parameters
+        replace(parameter, storage=parameter.storage.while_accumulating()) for parameter in program.parameters
     ]
     program.parameters[:] = [
-        replace(parameter, sums=(time,)) if parameter.level < 3 and parameter.trainable else parameter
+        parameter
+        if parameter.storage.shards_parameter or not parameter.trainable
+        else replace(parameter, sums=(time,))
         for parameter in parameters
     ]
     line = MemoryTimeline(program, training, traits)
@@ -121,8 +126,8 @@ def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], 
     by_key = {item.key: item for segment in segments for item in segment.parameters}  # tied parameters count once
     elsewhere = {item.key for at, segment in enumerate(walked) if at not in own for item in segment.parameters}
     trained = [item for item in by_key.values() if item.trainable]
-    aside = sum((item.bytes if item.level < 3 else item.share) * item.wider for item in trained)
-    summed = sum(item.bytes for item in trained if item.sums and item.level < 3)
+    aside = sum(item.stored * item.wider for item in trained)
+    summed = sum(item.bytes for item in trained if item.sums and not item.storage.shards_parameter)
     summed += TIED * sum(item.bytes for item in trained if item.key in elsewhere)
     parameters = sum(item.stored for item in by_key.values())
     optimizer = sum(item.states for item in trained)

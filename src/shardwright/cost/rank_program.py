@@ -19,16 +19,19 @@ from ..ir.paths import layer_of, prefixes
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
 from ..ops import op_kind
 from ..ops.contexts import SavedForBackward
-from ..reshard import LayoutForm, forget_gradient, forms_of, parameter_layout
+from ..reshard import forget_gradient, parameter_layout
 from ..rules import Analysis
+from ..storage import Replicated, Storage, restricted
 from .call import local_call, local_elements
 from .flow import Flow, GradientFlow, flow, reshard_memory
+from .reshard_prices import ReshardPrices, prices_of
+from .reshard_search import LayoutForm, forms_of
 from .saved_for_backward import saved_for_backward
 from .strides import Strides, strides_of
 from .training import ON_CPU, BackendTraits, TrainingSetup
 
 Choices = Mapping[str, Mapping[str, str]]
-Storage = Mapping[str, Sequence[tuple[str, int]]]
+StorageByKey = Mapping[str, Storage]
 
 
 @dataclass(slots=True)
@@ -74,23 +77,28 @@ class ParameterMemory:
     sums: tuple[str, ...]  # the axes over which its gradient is summed
     state: float = 0.0  # bytes that the optimizer keeps for all of it
     wider: float = 1.0  # how much larger its gradient is
-    level: int = 0
-    parts: int = 1  # over how many ranks ZeRO splits it
+    storage: Storage = field(default_factory=Replicated)
+    parts: int = 1  # over how many ranks its storage shards it
 
     @property
     def share(self) -> float:
-        """Bytes of what this rank's optimizer updates."""
+        """Bytes of its share, if its storage shards it."""
         return self.bytes / self.parts
+
+    @property
+    def updated(self) -> float:
+        """Bytes of what this rank's optimizer updates on its device."""
+        return self.storage.stored(self.bytes, self.parts).state
 
     @property
     def states(self) -> float:
         """Bytes of the state that this rank's optimizer keeps, of its master too."""
-        return self.state / self.parts if self.trainable else 0.0
+        return self.storage.stored(self.state, self.parts).state if self.trainable else 0.0
 
     @property
     def stored(self) -> float:
         """Bytes of the parameter as it is stored."""
-        return self.share if self.level == 3 else self.bytes
+        return self.storage.stored(self.bytes, self.parts).parameter
 
 
 class StoredAlike(NamedTuple):
@@ -99,7 +107,7 @@ class StoredAlike(NamedTuple):
     layout: Layout
     elements: float
     sums: tuple[str, ...]  # axes
-    level: int
+    storage: Storage
     parts: int
 
 
@@ -117,25 +125,28 @@ def steps_of(
     analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
-    storage: Storage,
+    storage: StorageByKey,
     training: TrainingSetup,
     recompute: Sequence[str] = (),
     traits: BackendTraits = ON_CPU,
     borders: Mapping[str, Layout] | None = None,
+    prices: ReshardPrices | None = None,
 ) -> RankProgram:
     """The steps of the first rank of a mesh, one for each op and each reshard.
 
     borders   how values lie that come from another segment or go to one; they are not among the program's inputs
+    prices    by which lowering chooses reshards; None: bytes
     """
-    return _Builder(analysis, mesh, choices, storage, training, recompute, traits, borders or {}).run()
+    prices = prices or prices_of(mesh, None)
+    return _Builder(analysis, mesh, choices, storage, training, recompute, traits, borders or {}, prices).run()
 
 
 class _Builder:
     def __init__(
-        self, analysis: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: TrainingSetup,
-        recompute: Sequence[str], traits: BackendTraits, borders: Mapping[str, Layout],
+        self, analysis: Analysis, mesh: Mesh, choices: Choices, storage: StorageByKey, training: TrainingSetup,
+        recompute: Sequence[str], traits: BackendTraits, borders: Mapping[str, Layout], prices: ReshardPrices,
     ) -> None:  # fmt: skip
-        self.borders = borders
+        self.borders, self.prices = borders, prices
         self.analysis, self.graph, self.mesh, self.training = analysis, analysis.graph, mesh, training
         self.choices, self.storage, self.recompute = choices, storage, frozenset(recompute)
         self.sizes, self.copies = mesh.sizes, traits.copies
@@ -192,8 +203,8 @@ class _Builder:
         order = sorted(self.graph.parameters, key=lambda parameter: first.get(parameter.value, len(first)))
         for parameter in order:
             value = self.graph.values[parameter.value]
-            uses, levels = tuple(self.uses[parameter.value]), tuple(self.storage.get(parameter.key, ()))
-            key = (uses, value.shape, levels, parameter.trainable)
+            uses, storage = tuple(self.uses[parameter.value]), self.storage.get(parameter.key, Replicated())
+            key = (uses, value.shape, storage, parameter.trainable)
             if key not in self.storage_options:
                 self.storage_options[key] = self._stored(*key)
             place = self.storage_options[key]
@@ -209,21 +220,21 @@ class _Builder:
                     sums=place.sums,
                     state=place.elements * self.training.state_item(value),
                     wider=self.training.true_item(value) / ITEM_SIZE.get(value.dtype, 4),
-                    level=place.level,
+                    storage=place.storage,
                     parts=place.parts,
                 )
             )
 
     def _stored(
-        self, uses: tuple[Layout, ...], shape: tuple[int, ...], levels: tuple[tuple[str, int], ...], trainable: bool
+        self, uses: tuple[Layout, ...], shape: tuple[int, ...], requested: Storage, trainable: bool
     ) -> StoredAlike:
         layout = parameter_layout(uses, self.mesh, len(shape))
-        for axis, _ in levels if uses else ():
+        for axis in requested.axes if uses else ():
             layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
-        zero = [entry for entry in levels if not trainable or layout.placement(entry[0]) == REPLICATE]
+        axes = [axis for axis in requested.axes if not trainable or layout.placement(axis) == REPLICATE]
         local = layout.local_shape(shape, self.sizes, dict.fromkeys(self.mesh.names, 0))
         parts = 1
-        for axis, _ in zero:
+        for axis in axes:
             if max(local, default=0) > 1:
                 parts *= self.sizes[axis]
         return StoredAlike(
@@ -232,7 +243,7 @@ class _Builder:
             sums=tuple(
                 axis.name for axis in self.mesh.axes if axis.size > 1 and layout.placement(axis.name) == REPLICATE
             ),
-            level=zero[0][1] if zero and parts > 1 else 0,
+            storage=restricted(requested, axes if parts > 1 else ()),
             parts=parts,
         )
 
@@ -253,7 +264,7 @@ class _Builder:
             root = LayoutForm(layout=layout)
             self.forms[name] = {layout if value.gradient else forget_gradient(layout): root}
         else:
-            root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
+            root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.prices, value.gradient)
         self.alive.append(root)
         number = self.numbers[id(root)] = self._new(name, layout, fixed)
         return number

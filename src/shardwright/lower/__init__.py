@@ -3,13 +3,12 @@
 from .overlap import reshard_kind
 from .passes import PASSES, lower
 from .pipeline import ModelOutput, PipelinePrograms, StageTransfer, lower_pipeline
-from .program import LoweredProgram, ParameterPlacement, PrologueValue, Size, SizeFactor
+from .program import LoweredProgram, PrologueValue, Size, SizeFactor
 
 __all__ = [
            "PASSES",
            "LoweredProgram",
            "ModelOutput",
-           "ParameterPlacement",
            "PipelinePrograms",
            "PrologueValue",
            "Size",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..cost.reshard_prices import prices_of
 from ..errors import LoweringError
 from ..ir import Graph
 from ..layout import Block, Layout, Mesh, Partial, Shard, make_layout, replicated
@@ -110,12 +111,13 @@ def lower_pipeline(
             header=tuple(_header(plan, number, shard.crossings)),
             stepped=True,
             puts_off=puts_off,
+            prices=prices_of(meshes[number], plan.made_for, segments[number].mesh),
         )
         placer = Placer(task)
         received |= {(value, number): placer.taken_as(value) for value in task.entering}
         sent |= {value: placer.given_as(value) for value in task.leaving}
         programs[number] = run(placer)
-        layouts = {stored.key: stored.layout for stored in programs[number].parameters}
+        layouts = {stored.name: stored.layout for stored in programs[number].parameters}
         settled[segments[number].mesh] = settled.get(segments[number].mesh, {}) | layouts
     passages = tuple(_passage(graph, crossing, sent, received, meshes) for crossing in shard.crossings)
     ordered = tuple(programs[number] for number in range(len(segments)))

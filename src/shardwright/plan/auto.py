@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..cost import MemoryPeak, TrainingSetup
-from ..cost.reshard_prices import ReshardPrices
+from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
@@ -332,7 +332,7 @@ def extend(plan: Plan, analysis: Analysis, cluster: Cluster, training: TrainingS
         if op.name in known
     }
     kinds = OpKinds(analysis, training, {**allowed, **plan.storage})
-    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), allowed=allowed)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), allowed=allowed)
     tables = Tables(ProblemStructure(kinds), spaces, StoragePricing(spaces, fixed=plan.storage))
     solution = solve(tables.problem())
     assert solution.states is not None
@@ -351,9 +351,7 @@ def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: C
     builder = PlanBuilder(analysis.graph, mesh, analysis)
     for op, choice in choices.items():
         builder.choices[op] = {names[axis]: role for axis, role in choice.items()}
-    for key, levels in storage.items():
-        for axis, level in levels:
-            builder.storage.setdefault(key, {})[names[axis]] = level
+    builder.storage |= {key: stored.renamed(names).written() for key, stored in storage.items() if stored.axes}
     for path in tables.recompute(states):
         builder.recompute(path)
     for item in constraints.items:

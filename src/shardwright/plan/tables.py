@@ -13,11 +13,12 @@ from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..reshard import forget_gradient
+from ..storage import Storage
 from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
 from .replica_axes import batch_layout
 from .search import CostFactor, Problem
 from .spaces import ChoiceSpaces
-from .storage_options import Storage, StorageOptions, StoragePricing
+from .storage_options import StorageOptions, StoragePricing
 
 Layouts = tuple[Layout, ...]
 
@@ -107,8 +108,11 @@ class Tables:
     def _edge(self, table: EdgeTable) -> np.ndarray:
         """[state, state, (recomputation option,) resource]"""
         used = self._price(table, table.saved)
+        if table.again:
+            used = _again(used)
         if table.ways:
-            again, enters = _again(used), used if table.saved else self._price(table, True)
+            again = used if table.again else _again(used)
+            enters = used if table.saved else self._price(table, True)
             every = np.stack([used, enters, again], axis=2)
             used = every[:, :, [("plain", "enters", "again").index(option) for option in table.ways]]
         if table.same:
@@ -218,8 +222,9 @@ class Tables:
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
         return simulate_memory(
-            self.analysis, self.mesh, choices, storage, self.training, recompute, traits=self.moves.traits
-        )
+            self.analysis, self.mesh, choices, storage, self.training, recompute,
+            traits=self.moves.traits, prices=self.moves,
+        )  # fmt: skip
 
     # -- the way back ----------------------------------------------------------------------
 

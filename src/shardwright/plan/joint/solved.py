@@ -9,9 +9,11 @@ from functools import cached_property
 from ...cluster import Cluster
 from ...cost import MemoryPeak, TrainingSetup, backend_traits
 from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
+from ...cost.reshard_prices import prices_of
 from ...ir.paths import is_inside
 from ...layout import Axis, Layout, Mesh, make_layout
 from ...rules import Analysis
+from ...storage import Replicated, Storage
 from ..builder import PlanBuilder
 from ..meshes import axis_names
 from ..pipeline import MB, timed
@@ -111,15 +113,14 @@ class SolvedPipeline:
         return tuple(path for path in paths if any(op.name in inside for op in under[path]))
 
     @cached_property
-    def storage(self) -> dict[str, tuple[tuple[str, int], ...]]:
+    def storage(self) -> dict[str, Storage]:
         """How parameters are stored; those of several segments as in the first."""
-        storage: dict[str, tuple[tuple[str, int], ...]] = {}
+        storage: dict[str, Storage] = {}
         for number, solved in enumerate(self.solved):
             tables, states = solved.solution.tables, solved.solution.picked
             for parameter in self.staged.graphs[number].parameters:
                 if parameter.key in tables.skeleton.storage_options and parameter.key not in storage:
-                    levels = tables.home(parameter.key, states)[1]
-                    storage[parameter.key] = tuple((self.names[axis], level) for axis, level in levels)
+                    storage[parameter.key] = tables.home(parameter.key, states)[1].renamed(self.names)
         return storage
 
     def plan(self, cluster: Cluster, notes: Sequence[str] = ()) -> Plan:
@@ -131,11 +132,11 @@ class SolvedPipeline:
             PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
             for number in range(len(self.solved))
         )
-        every = {parameter.key: self.storage.get(parameter.key, ()) for parameter in graph.parameters}
+        every = {parameter.key: self.storage.get(parameter.key, Replicated()) for parameter in graph.parameters}
         return replace(
             base,
             entries={graph.entry: segments},
-            storage=every if any(every.values()) else {},
+            storage=every if any(stored.axes for stored in every.values()) else {},
             microbatches=trial.microbatches,
             schedule=trial.schedule.name,
             local=self.local,
@@ -164,6 +165,7 @@ class SolvedPipeline:
         return simulate_stage_memory(
             analysis, mesh, choices, self.storage, training, self.recompute(number), borders,
             time=MB, traits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
+            prices=prices_of(mesh, cluster, self.mesh(number)),
         )  # fmt: skip
 
     def _choices_inside(self, number: int) -> Choices:

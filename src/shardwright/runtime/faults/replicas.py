@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from shardwright.errors import DriftError, raise_all
 from shardwright.layout import LocalRegion, local_region
+from shardwright.storage import stored_layout
 
 from ..collectives import objects, process_group
 from ..model.access import is_compiled, state_of
 from ..model.parallel_model import ParallelModel
 from ..model.specialization import RankState
+from ..parameters.full_tensors import coordinates
 from ..parameters.sharded import Untouched
-from ..parameters.spec import coordinates, stored_layout
 from ..world import here
 from . import flight_recorder
 from .watch import report_failure

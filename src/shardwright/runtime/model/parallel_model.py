@@ -30,11 +30,12 @@ from . import input_gradients
 from .float_inputs import Arguments, FloatInputs, NotAnInput, dtype_of_floats
 from .guards import warn_of_many, why_new
 from .inputs import Mode, check_dtypes
+from .overrides import check_names, check_state
 from .program import Program, shown
 from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
 from .specialization import CompiledCall, ModelCall, ModelCompiler, RankState, ReplacedParameters, Specialization
-from .view import ModelView, like_container
+from .view import ModelView, view_class
 
 
 class ParallelModel(ModelView):
@@ -63,7 +64,8 @@ class ParallelModel(ModelView):
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = self.flops = None
         self.training = skeleton.training
-        self.__class__ = like_container(type(self), type(skeleton))
+        check_names(self, skeleton)
+        self.__class__ = view_class(type(self), type(skeleton))
 
     # -- what the user reads -------------------------------------------------------------
 
@@ -101,22 +103,6 @@ class ParallelModel(ModelView):
         """What the model draws from; a checkpoint has its step."""
         compiler: ModelCompiler = self._around["compiler"]
         return self._state.random if self._state is not None else compiler.random
-
-    def train(self, mode: bool = True) -> ParallelModel:
-        skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
-        self._flags = tuple(module.training for module in skeleton.modules())
-        self.training = mode
-        for part, flag in zip(self._parts, self._flags, strict=False):
-            part.training = flag
-        return self
-
-    def _see_flags(self) -> None:
-        """A part may have been put to train or eval on its own since the last call."""
-        flags = tuple(part.training for part in self._parts) or self._flags
-        if flags != self._flags:
-            for module, flag in zip(self._around["skeleton"].modules(), flags, strict=True):
-                module.training = flag
-            self._flags = flags
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,14 +142,19 @@ class ParallelModel(ModelView):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
         if self._state is None:
-            return super().state_dict(*args, **kwargs)
-        values = self._state.state_dict()
+            return dict(self._user.state_dict(*args, **kwargs))
+        check_state(self._around["skeleton"], "save")
+        values = self.shard_state_dict()
         into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
         if into is None and not kwargs.get("prefix"):
             return values
         into = {} if into is None else into
         into.update({kwargs.get("prefix", "") + key: value for key, value in values.items()})
         return into
+
+    def shard_state_dict(self) -> dict[str, Any]:
+        """What this rank has under the original keys: what checkpoints save, whatever the user's classes do to it."""
+        return self._ready().state_dict()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
@@ -174,7 +165,9 @@ class ParallelModel(ModelView):
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
         if self._state is None:
-            return super().load_state_dict(values, strict, assign)
+            options = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
+            return self._user.load_state_dict(values, **options)
+        check_state(self._around["skeleton"], "load")
         return self._state.load(values, strict)
 
     def _install(self, key: Any, compiled: CompiledCall) -> Specialization:
