@@ -133,6 +133,10 @@ def test_options_that_make_no_sense_are_refused(make, words):
             "CompileOptions(parts=...) is not for sw.rehearse",
         ),
         (
+            lambda: ShardwrightStrategy(compile={"parts": ["x"]}),
+            "CompileOptions(parts=...) is not for ShardwrightStrategy: it has an argument of this name",
+        ),
+        (
             lambda: sw.Trainer(model=nn.Linear(8, 8), train_data=[], max_steps=1, compile={"directory": "x"}),
             "CompileOptions(directory=...) is not for a Trainer",
         ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from ..checkpoint import load_weights
 from ..compile import count_replicas
 from ..compiled_parts import Parts
 from ..errors import InputError
-from ..options import MOVED, check_moved
+from ..options import MOVED, CompileOptions, check_moved, expect_only, read_options
 from ..plan.request import PlanLike, read_source
 from ..runtime.model.inputs import Mode
 from ..runtime.world import backend_for, here
@@ -68,6 +69,9 @@ class ShardwrightStrategy(ParallelStrategy):
     ) -> None:  # fmt: skip
         super().__init__()
         check_moved(list(options), MOVED, "ShardwrightStrategy")
+        own = [field.name for field in fields(CompileOptions) if field.name not in ("parts", "timeout")]
+        compile = read_options(CompileOptions, options.get("compile"))
+        expect_only(compile, own, "ShardwrightStrategy", "it has an argument of this name")
         self._options = {"plan": plan, "inputs": inputs, **options}
         self._parts, self._example, self._weights = parts, example, dict(weights or {})
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
