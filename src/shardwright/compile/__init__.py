@@ -1,7 +1,9 @@
-"""From a call to a program that runs: capture, plan, lower, emit, load, for one kind of call at a time.
+"""From a call to a program that runs: capture, plan, lower, emit, load, for one specialization at a time.
 
-Read `compiler.py` (the steps in their order), `parameters.py` (the shards of a rank), `loading.py` (programs with their
-parameters in place), `settings.py` and `agreement.py` (what ranks must have in common).
+Read `compiler.py` (the steps in order), `parameters.py` and `pipeline_ranks.py` (shards and process groups),
+`loading.py` and `pipeline.py` (programs with their parameters in place), `settings.py` and `agreement.py` (what all
+ranks must have in common), then `batched.py`, `scalars.py`, `call_mapping.py`, `meta_copy.py` and `replicas.py`
+(inputs, and copies of the model), `files.py` (where generated code is written).
 """
 
 from .batched import with_unbatched

@@ -59,7 +59,7 @@ from .agreement import check_programs, check_settings
 from .batched import stand_in, with_batch
 from .files import Generated, generate
 from .loading import ProgramLoader
-from .meta_copy import calling, carry, check_effects, copy_to_meta, signature, thaw
+from .meta_copy import calling, carry, check_effects, copy_to_meta, fixed_buffers, mask_facts, signature, thaw
 from .parameters import ParameterSharder
 from .pipeline_ranks import PipelineRank, check_held, find_pipeline_ranks, with_masters
 from .replicas import count_replicas
@@ -92,9 +92,7 @@ class Compiler:
             partial(input_paths, self.skeleton), self.settings.unbatched, computed=bool(self.settings.prefix)
         )
         self.storage_options: list[dict[str, Layout]] = []  # for each stage, once that is decided
-        self.programs: list[
-            LoweredProgram
-        ] = []  # of each call that was compiled; of a pipeline that of its first stage
+        self.programs: list[LoweredProgram] = []  # one for each compiled call: of a pipeline that of its first stage
         self._bodies: dict[str, OpaqueBody] = {}
         self._saw_values = False  # whether an opaque part had to be seen running
         self._loop: PipelineLoop | None = None
@@ -170,7 +168,7 @@ class Compiler:
             state=state,
             replaced=replaced,
             reads=captured.reads,
-            variables=captured.variables,
+            variables=(*captured.variables, *fixed_buffers(state, captured)),
             left=captured.left,
         )
 
@@ -206,7 +204,10 @@ class Compiler:
         with _CAPTURING, casting(called, settings.precision):
             if call.floats:
                 self._check_floats(call, called, shown, real)
-            captured = capture(called, args, kwargs, entry=entry, promote=settings.promote, real=real)
+            captured = capture(
+                called, args, kwargs, entry=entry, promote=settings.promote, real=real,
+                masks=mask_facts(self.original, call),
+            )  # fmt: skip
         check_effects(called, call.skeleton, call.method, captured)
         captured = with_batch(captured, batch, batch.size and batch.size * scale // parts)
         return captured if settings.outputs == "all" else replace(captured, graph=only_scalars(captured.graph))

@@ -18,7 +18,7 @@ HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
 def join_repeats(builder: GraphBuilder) -> None:
-    """Number equal steps without gradient as one (`builder.renamed` says what stands for what)."""
+    """Number equal steps without gradient as one (`builder.renamed` maps the names)."""
     same: dict[str, str] = {}
     seen: dict[Any, DraftOp] = {}
     steps: list[DraftOp] = []
@@ -101,7 +101,7 @@ def op_names(steps: Sequence[DraftOp]) -> list[str]:
 
 
 def value_names(builder: GraphBuilder, fixed: Mapping[str, str]) -> dict[str, str]:
-    """A readable, unique name for every value; `fixed` are the wishes for what no step makes."""
+    """A readable, unique name for every value; `fixed` are names for what no step makes."""
     options = dict(fixed)
     last: dict[tuple[str, str, int], int] = {}
     for index, step in enumerate(builder.steps):
@@ -176,6 +176,7 @@ def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
                 inputs=tuple(names[value] for value in inputs), outputs=tuple(names[value] for value in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
                 no_grad=place.no_grad, draws=is_random_call(torch_op(step.target), step.arguments),
+                mask=step.mask and step.mask.renamed(names),
             )
         )  # fmt: skip
     return tuple(ops)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.errors import InputError
@@ -44,6 +45,7 @@ class Specialization:
     per_replica: tuple[bool, ...] = ()  # for each output, whether it has this replica's samples
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
     shared: tuple[str, ...] = ()  # for each output its path, if the model also uses it itself (shared_outputs.py)
+    padding: tuple[tuple[int, int], ...] = ()  # inputs that tell of padding, and the number that says there is none
     signature: CallSignature
     stage: Program | None = None
     running: RunningPipeline | None = None
@@ -75,6 +77,12 @@ class RankState:
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
         return {key: self.buffers[key] for key in self.persistent}
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parameters that are trained and not now: on all ranks the same ones, or gradients would not meet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple([name for name, parameter in self.parameters.items() if not parameter.requires_grad])
 
     @property
     def data_rank(self) -> int:
@@ -133,6 +141,7 @@ class ModelCall:
 
     skeleton    the model on meta, its submodules in the modes of this call
     floats      leaves of the call that are passed as tensors, with their values
+    unpadded    the program is for batches in which inputs tell of no padding
     passing     what the call passes
     plan        of the calls so far
     state       of this rank, once anything was compiled
@@ -144,6 +153,7 @@ class ModelCall:
     kwargs: dict[str, Any]
     method: str = ""
     floats: Mapping[int, float] = field(default_factory=dict)
+    unpadded: bool = False
     training: bool
     passing: Mode
     plan: Any
