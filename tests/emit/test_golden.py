@@ -6,7 +6,6 @@ After a wanted change: SHARDWRIGHT_UPDATE=1 pytest tests/emit/test_golden.py, an
 from __future__ import annotations
 
 import os
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from tests.emit.emitted import pipeline_texts, text_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.parametrize(
@@ -36,13 +34,6 @@ def test_the_text_is_the_one_that_was_last_looked_at(name, plan):
         path.write_text(text)
 
     assert text == path.read_text()
-
-
-def test_the_readme_shows_what_is_generated():
-    page = README.read_text(encoding="utf-8").split("## The generated code")[1]
-    shown = page.split("```python\n")[1].split("```")[0]
-
-    assert textwrap.indent(shown, "    ") in text_of("dp=2,tp=2", "gpt")
 
 
 def test_so_are_the_texts_of_a_pipelines_segments():

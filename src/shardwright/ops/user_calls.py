@@ -1,6 +1,6 @@
 """Ops that are calls of the user's own Python: opaque submodules, branches and loops over data.
 
-They have no rule, and so run whole on every device, except for an opaque submodule that is
+They have no rule, and so run replicated on every device, except for an opaque submodule that is
 said to have independent rows (dim 0 of what it takes and returns may be split) and a layer
 of experts, which brings its rule along.
 """

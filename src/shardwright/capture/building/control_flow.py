@@ -1,4 +1,4 @@
-"""Branches and loops that data decides: `torch.cond`, `scan`, `while_loop`, each one op with graphs of its own.
+"""Branches and loops that data decides: `torch.cond`, `scan`, `while_loop`, each one op with its own graphs.
 
 The op names the graphs it runs (`Graph.branches`). What a graph reads comes in as operands of
 the op, parameters too, so that their gradients are those of any op. Equal graphs are one.

@@ -1,6 +1,6 @@
-"""From exported nodes to the draft: one walk, no_grad and autocast regions inlined.
+"""From exported nodes to the graph builder: one pass, no_grad and autocast regions inlined.
 
-The exported graph is not functional and nests regions as submodules. The walk gives every
+The exported graph is not functional and nests regions as submodules. The pass gives every
 node a handle (aliases.py), reads arguments through the handles, turns writes into new
 values, and hands each call to canonical.py.
 """

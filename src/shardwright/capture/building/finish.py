@@ -16,7 +16,7 @@ HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
 def join_repeats(builder: GraphBuilder) -> None:
-    """Number equal steps without gradient as one (`builder.renamed` says what stands for what)."""
+    """Number equal steps without gradient as one (`builder.renamed` maps the names)."""
     same: dict[str, str] = {}
     seen: dict[Any, DraftOp] = {}
     steps: list[DraftOp] = []
@@ -112,6 +112,7 @@ def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
                 inputs=tuple(names[value] for value in inputs), outputs=tuple(names[value] for value in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
                 no_grad=place.no_grad, draws=is_random_call(torch_op(step.target), step.arguments),
+                mask=step.mask and step.mask.renamed(names),
             )
         )  # fmt: skip
     return tuple(ops)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...ir import SourceLine
+from ...ir import MaskStructure, SourceLine
 from ...ops import spec_of
 
 
@@ -56,6 +56,7 @@ class DraftOp:
     outputs: list[str]
     place: OpOrigin
     kind: str  # what the op is called in its name
+    mask: MaskStructure | None = None
 
     def inputs(self) -> list[str]:
         """The values it reads, each once, in order of first use."""

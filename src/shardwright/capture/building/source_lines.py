@@ -29,7 +29,7 @@ _HOUSE = re.compile(r"/transformers/(modeling_utils|utils/|integrations/|modelin
 
 @contextmanager
 def user_frames() -> Iterator[None]:
-    """Let torch record the user's frames with every node, helper functions included (it keeps only `forward`s)."""
+    """Let torch record the user's frames with every node, helper functions included (it records only `forward`s)."""
     tracer: Any = TracerBase
     original = tracer._filter_traceback_frames
 
