@@ -350,15 +350,14 @@ class _Builder:
             )
         )
 
-    def _chain(self, op: Op, inputs: Sequence[int]) -> None:
+    def _chain(self, op: Op, inputs: list[int]) -> None:
         """A view that only the view after it reads has no name: they stand in one line."""
         before = self.program.steps[-1] if self.program.steps else None
-        maker = self.graph.by_name.get(before.name) if before is not None else None
-        if before is None or maker is None or list(inputs) != before.outputs or before.region != self._region(op):
+        if before is None or len(inputs) != 1 or before.outputs != inputs or before.region != self._region(op):
             return
-        (value,) = maker.outputs
-        alone = len(self.graph.users[value]) == 1 and value not in self.sinks
-        if alone and follows_view(maker, op):
+        maker = self.graph.producer.get(op.inputs[0])
+        alone = len(self.graph.users[op.inputs[0]]) == 1 and op.inputs[0] not in self.sinks
+        if alone and maker is not None and maker.name == before.name and follows_view(maker, op):
             self.program.tensors[inputs[0]].word = ""
 
     def _look_at(self, op: Op) -> tuple[SavedForBackward, Flow, bool]:
