@@ -230,7 +230,12 @@ def expected(op: Op, scope: Scope) -> dict[str, Any]:
             arguments.pop(flag, None)
         state = {spec.state: "R"} if spec.state is not None else {}
         return {"x": Slot(0), **arguments, **state}
-    return arguments if spec.expects is None else spec.expects(op, arguments, scope.file.keys)
+    if spec.expects is None:
+        return arguments
+    program = scope.file.program  # of a tied parameter, the key by which lines call it
+    own = {stored.name: stored.value for stored in program.parameters}
+    own |= {buffer.key: buffer.value for buffer in program.graph.buffers}
+    return spec.expects(op, arguments, own)
 
 
 def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
