@@ -153,7 +153,6 @@ def test_the_search_ends_when_it_is_told():
         language(layers=4),
         find("4xA100-80GB"),
         MIXED,
-        SearchOptions(seconds=0.0),
-        progress=lambda *report: calls.append(report),
+        SearchOptions(seconds=0.0, progress=lambda *report: calls.append(report)),
     )
     assert calls
