@@ -149,11 +149,6 @@ def test_nothing_that_fits_is_an_error():
 
 def test_the_search_ends_when_it_is_told():
     calls = []
-    find_joint(
-        language(layers=4),
-        find("4xA100-80GB"),
-        MIXED,
-        SearchOptions(seconds=0.0),
-        progress=lambda *report: calls.append(report),
-    )
+    options = SearchOptions(seconds=0.0, progress=lambda *report: calls.append(report))
+    find_joint(language(layers=4), find("4xA100-80GB"), MIXED, options)
     assert calls
