@@ -124,7 +124,8 @@ def _attention(row: Row) -> str:
         return ""
     marks = "".join(mark for mark, count in (("c", row.causal), ("f", row.unmasked)) if count)
     names = sorted({re.sub(r" by [^;]*", "", mask) for mask in row.masks.split("; ")} - {""})
-    return f"{row.causal + row.unmasked}/{row.attention} {marks}{': ' if names else ''}{'; '.join(names)}".strip()
+    free = f"{row.causal + row.unmasked}/{row.attention} {marks}".strip()
+    return f"{free}: {'; '.join(names)}" if names else free
 
 
 def without_masks(rows: Iterable[Row]) -> str:

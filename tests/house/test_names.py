@@ -41,14 +41,8 @@ def empty_names(path: Path) -> list[str]:
     return bindings
 
 
-IN_GENERATED_CODE = {"program.py": {"held"}}
-"""Names that generated files use, which change together with the emitter."""
-
-
 def test_no_name_is_empty():
-    names = [name for path in files(SRC) for name in empty_names(path)]
-    allowed = [name for name in names if name.split()[1] in IN_GENERATED_CODE.get(name.split(":")[0], ())]
-    assert sorted(set(names) - set(allowed)) == []
+    assert sorted(name for path in files(SRC) for name in empty_names(path)) == []
 
 
 def test_a_class_name_is_defined_once():

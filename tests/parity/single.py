@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.capture import CapturedGraph, capture, run
+from shardwright.cluster import Cluster
 from shardwright.compile import Compiler, CompilerSettings, copy_to_meta
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.search_options import SearchOptions
@@ -141,13 +142,14 @@ class SharingCompiler(Compiler):
 
 
 def compiled(
-    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, microbatches: int | None = None
-) -> Trace:
-    """The run under a plan, everything brought to whole."""
+    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, microbatches: int | None = None,
+    cluster: Cluster | None = None,
+) -> Trace:  # fmt: skip
+    """The run under a plan, everything brought to whole. On a cluster reshards go by its prices."""
     case = build(name, dtype)
     optimizer = optimizer_of(kind, case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]
-    request = PlanRequest.read(plan, options=SearchOptions(microbatches=microbatches))
+    request = PlanRequest.read(plan, options=SearchOptions(microbatches=microbatches), cluster=cluster)
     settings = CompilerSettings(request=request, directory=Path(directory), promote=promoted(name, dtype))
     compiler = SharingCompiler(case.module, optimizer, start(), settings)
     compiler.given = given

@@ -19,9 +19,10 @@ from .building.call_paths import input_paths, output_paths
 from .building.control_flow import BranchGraphs
 from .building.control_flow import functions as run_branches
 from .building.convert import GraphConversion, Modes
-from .building.finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
-from .building.graph_builder import GraphBuilder
+from .building.finish import drop_dead, join_repeats, ops_of, promote_floats, values_of
+from .building.graph_builder import GraphBuilder, ValueInfo
 from .building.leaves import Leaves
+from .building.value_names import value_names
 from .captured import NO_FACTS, CapturedGraph, ImportedFunction, InputLeaf, MaskFacts
 from .copies import copy_module
 from .interpret import run_plain
@@ -181,7 +182,11 @@ def _finish(
     ends = [None if value is None else builder.now(value) for value in ends]
     drop_dead(builder, [value for value in (*ends, *updates.values(), *written.values()) if value is not None])
     unread = leaves.constants.keys() - {value for step in builder.steps for value in step.inputs()} - set(ends)
-    names = value_names(builder, {value: option for value, option in leaves.options.items() if value not in unread})
+    paths = output_paths(_out_spec(traced))
+    roles = {value: key.rpartition(".")[2] for key, value in updates.items()}
+    roles |= {end: _role(path, builder.infos[end]) for path, end in zip(paths, ends, strict=True) if end is not None}
+    fixed = {value: option for value, option in leaves.options.items() if value not in unread}
+    names = value_names(builder, fixed, roles)
     batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
     graph = Graph(
         name=name,
@@ -207,13 +212,20 @@ def _finish(
             Output(path=path, value=names[end], number=isinstance(result, Number))
             if end is not None
             else Output(path=path, literal=result)
-            for path, result, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
+            for path, result, end in zip(paths, results, ends, strict=True)
         ),
         batch=batch.size,
         notes=(*builder.notes, *dense_mask_notes(masks, names, builder.infos)),
         branches=branches.graphs,
     )
     return check(graph), names
+
+
+def _role(path: str, info: ValueInfo) -> str:
+    """What an output is called by where it is returned; nothing for one that is returned alone and is no loss."""
+    if path == "output":
+        return "loss" if info.gradient and not info.shape else ""
+    return path if path.isidentifier() else ""
 
 
 def _out_spec(traced: Trace) -> pytree.TreeSpec:

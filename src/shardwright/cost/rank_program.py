@@ -7,18 +7,17 @@ so it is quick enough for a planner. What is fused afterwards is in `fusing.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
-from ..ir.paths import layer_of, prefixes
+from ..ir.paths import layer_of, prefixes, word_of
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
 from ..ops import op_kind
 from ..ops.contexts import SavedForBackward
+from ..ops.views import follows_view
 from ..reshard import forget_gradient, parameter_layout
 from ..rules import Analysis
 from ..storage import Replicated, Storage, restricted
@@ -41,7 +40,7 @@ class RankTensor:
     bytes: float
     gradient: bool
     shape: tuple[int, ...] = ()
-    word: str = ""  # what generated code calls it
+    word: str = ""  # what generated code calls it; nothing for a view that has no name
     parameter: str | None = None
     fixed: bool = False  # lives for ever: a parameter, an input, a constant
 
@@ -152,6 +151,7 @@ class _Builder:
         self.sizes, self.copies = mesh.sizes, traits.copies
         self.program = RankProgram()
         self.strides: Strides = strides_of(analysis.graph)
+        self.sinks = frozenset(self.graph.sinks())
         self.constant = {op.name for op in self.graph.ops if analysis.is_constant(op)}
         self.placed = {op.name: analysis.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
@@ -253,7 +253,7 @@ class _Builder:
         if key not in self.elements:
             self.elements[key] = local_elements(value.shape, layout, self.mesh)
         size = self.elements[key] * self.training.item(value)
-        self.program.tensors.append(RankTensor(size, value.gradient, value.shape, _word(name), fixed=fixed))
+        self.program.tensors.append(RankTensor(size, value.gradient, value.shape, word_of(name), fixed=fixed))
         return len(self.program.tensors) - 1
 
     def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
@@ -328,6 +328,7 @@ class _Builder:
                 if not shared and any(user.name not in self.constant for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
+        self._chain(op, numbers)
         saved, memory, gradient = self._look_at(op)
         produced = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
         pairs = (*zip(numbers, saved.inputs, strict=True), *zip(produced, saved.outputs, strict=True))
@@ -349,6 +350,17 @@ class _Builder:
             )
         )
 
+    def _chain(self, op: Op, inputs: Sequence[int]) -> None:
+        """A view that only the view after it reads has no name: they stand in one line."""
+        before = self.program.steps[-1] if self.program.steps else None
+        maker = self.graph.by_name.get(before.name) if before is not None else None
+        if before is None or maker is None or list(inputs) != before.outputs or before.region != self._region(op):
+            return
+        (value,) = maker.outputs
+        alone = len(self.graph.users[value]) == 1 and value not in self.sinks
+        if alone and follows_view(maker, op):
+            self.program.tensors[inputs[0]].word = ""
+
     def _look_at(self, op: Op) -> tuple[SavedForBackward, Flow, bool]:
         """What is kept of an op, what its work is, and whether it has a backward."""
         values, choice, signature = self.graph.values, self._choice(op), self.analysis.signatures[op.name]
@@ -358,11 +370,3 @@ class _Builder:
             call = local_call(signature, choice, self.mesh, self.training)
             self.known[key] = saved_for_backward(call, signature, flat), flow(call, signature), call.gradient
         return self.known[key]
-
-
-_SUFFIX = re.compile(r"(_\d+)+$")
-
-
-@lru_cache(maxsize=2**16)
-def _word(name: str) -> str:
-    return _SUFFIX.sub("", name)

@@ -17,7 +17,7 @@ def localize(program: LoweredProgram) -> LoweredProgram:
     values, layouts = dict(program.values), dict(program.layouts)
     body: list[Op] = []
     for op in program.body:
-        function = spec_of(op.target).localize if has_rule(op.target) else None
+        function = spec_of(op.target).localize if has_rule(op.target) or not op.inputs else None
         localized = function(program, op) if function is not None else localize_custom(program, op)
         new_ops = localized if isinstance(localized, tuple) else (localized,)
         _check_algorithm(program, op, new_ops)

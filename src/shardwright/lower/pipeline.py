@@ -13,6 +13,7 @@ from typing import Literal
 from ..cost.reshard_prices import prices_of
 from ..errors import LoweringError
 from ..ir import Graph
+from ..ir.paths import word_of
 from ..layout import Block, Layout, Mesh, Partial, Shard, make_layout, replicated
 from ..plan import Plan, PlanStage
 from ..plan.pipeline import MB, microbatches_of, schedule_of, timed
@@ -107,7 +108,7 @@ def lower_pipeline(
             leaving=_wanted(graph, analysis, segments, meshes, number, shard.crossings, received),
             plan_name=plan.name,
             plan_policy=plan.policy,
-            title=f"segment {number} of {len(segments)}" if len(segments) > 1 else "",
+            title=f"stage {number} of {len(segments)}" if len(segments) > 1 else "",
             header=tuple(_header(plan, number, shard.crossings)),
             stepped=True,
             puts_off=puts_off,
@@ -132,10 +133,10 @@ def _header(plan: Plan, number: int, crossings: Sequence[StageValue]) -> Iterato
     yield f"schedule   {plan.schedule}"
     for crossing in crossings:
         if crossing.taker == number:
-            yield f"takes      {crossing.value} from segment {crossing.giver}"
+            yield f"receives   {word_of(crossing.value)} from stage {crossing.giver}"
     for crossing in crossings:
         if crossing.giver == number:
-            yield f"gives      {crossing.value} to segment {crossing.taker}"
+            yield f"sends      {word_of(crossing.value)} to stage {crossing.taker}"
 
 
 def _with_others(segments: Sequence[PlanStage], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:

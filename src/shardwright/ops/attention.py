@@ -141,6 +141,7 @@ def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
 
 define("scaled_dot_product_attention", rule=attention, keyed=True, localize=local_attention, kernel=Kernel.ATTENTION,
        keeps_order=True, saved=saved_attention, work=scores_work, prints=print_attention, positional=3,
+       result="attention",
        reads="F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
        unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,

@@ -124,7 +124,7 @@ class ProgramInterpreter:
     def call(self, op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         runs = spec_of(op.target).runs
         if runs is not None:
-            result = runs(self, _Arguments(op, tensors))
+            result = runs(self, _Arguments(replace(op, arguments=self._local(op.arguments)), tensors))
             outputs = result if isinstance(result, tuple) else (result,)
             return outputs[: len(op.outputs)]
         key = op.argument("op_key") if op.target == OPAQUE else op.name if is_random(op) else None
@@ -153,7 +153,7 @@ class ProgramInterpreter:
         return custom_call(function, op, arguments.tensors)
 
     def call_opaque(self, arguments: RuntimeArguments, tensors: tuple[Any, ...]) -> Any:
-        state = tuple(arguments[name] for name in ("names", "held"))
+        state = tuple(arguments[name] for name in ("names", "state"))
         passed = (arguments["op_key"], arguments["batch"], arguments["rule"], tensors, *state)
         return self._functions[OPAQUE].call(*passed)[0]
 

@@ -43,6 +43,7 @@ class OpOrigin:
     module: str = ""  # the module
     owner: str = ""  # the innermost module that is not one of torch.nn's, with its call
     source: SourceLine | None = None
+    callers: tuple[SourceLine, ...] = ()  # the lines that called it, the innermost last
     region: str | None = None
     autocast: str | None = None
     no_grad: bool = False

@@ -20,10 +20,10 @@ from ..tracing.export import Trace
 from ..tracing.foreign_parameters import is_foreign, refusal
 from .aliases import AliasView, TensorHandle
 from .canonical import AtenCall, write
-from .finish import identifier
 from .graph_builder import GraphBuilder, OpOrigin, ValueRef, base_name
 from .schema import value_info
 from .source_lines import source_of
+from .value_names import identifier
 
 SAVE_NOTHING = ("aten.embedding.default", "aten.detach.default", "aten.sub.Tensor", "aten.add.Tensor")
 """Ops whose backward does not need the values of a parameter that they read."""
