@@ -145,7 +145,7 @@ def compiled(
     name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, microbatches: int | None = None,
     cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
-    """The run under a plan, everything brought to whole. On a cluster reshards go by its prices."""
+    """The run under a plan, with full tensors. On a cluster reshards go by its prices."""
     case = build(name, dtype)
     optimizer = optimizer_of(kind, case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]

@@ -356,6 +356,8 @@ class _Builder:
         maker = self.graph.by_name.get(before.name) if before is not None else None
         if before is None or maker is None or list(inputs) != before.outputs or before.region != self._region(op):
             return
+        if len(maker.outputs) > 1:  # both halves of a chunk, say: a line has one value
+            return
         (value,) = maker.outputs
         alone = len(self.graph.users[value]) == 1 and value not in self.sinks
         if alone and follows_view(maker, op):
