@@ -353,9 +353,9 @@ def test_inputs_for_which_it_is_finite_nowhere_prove_no_rule():
     def far_root(x):
         return (x - 9).sqrt().cumsum(-1)
 
-    with pytest.warns(UserWarning, match="the rule of far_root is not checked: .*no finite element.*; pass probe="):
+    with pytest.warns(UserWarning, match=r"the rule of far_root is not checked: .*no finite element.*; pass probe="):
         sw.register_op("b d -> b d", far_root)
-    with pytest.raises(RuleError, match="probe= of far_root_2 needs other inputs: .*no finite element"):
+    with pytest.raises(RuleError, match=r"probe= of far_root_2 needs other inputs: .*no finite element"):
         sw.register_op("b d -> b d", far_root, probe=lambda: (torch.rand(4, 6),))
     with pytest.raises(RuleError, match="split on d"):
         sw.register_op("b d -> b d", far_root, probe=lambda: (10 + torch.rand(4, 6),))

@@ -207,7 +207,9 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
             if not _may_be_left_out(op, name, value, unsaid, scope):
                 yield f"{name}={value!r} is not in it"
         elif not _says(scope, op, name, written, value):
-            yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op"
+            group = name not in GROUPS and isinstance(value, tuple) and ast.unparse(written).startswith("self.")
+            hint = f"; an argument of axes is called {', '.join(GROUPS[:-1])} or {GROUPS[-1]}" if group else ""
+            yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op{hint}"
     for name, written in read.items():
         if not (_is_constant(written, None) or (name in unsaid and _says(scope, op, name, written, unsaid[name]))):
             yield f"{name}={ast.unparse(written)} is in it, and not in the op"

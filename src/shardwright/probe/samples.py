@@ -83,7 +83,8 @@ def make_sample(call: OpCall, run: Run) -> Sample:
 
 def _proves(sample: Sample, run: Run) -> bool:
     """Whether results and gradients have finite elements: normal numbers may be outside of the op's domain."""
-    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(0), sample.call.inputs, strict=True)]
+    values = sample.call.inputs
+    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(0), values, strict=True)]
     try:
         outputs = run(sample.call.op, inputs)
         gradients = backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)

@@ -285,11 +285,11 @@ def _check_functions(path: Path) -> None:
     if not unknown:  # else it may be a comment
         return
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in unknown:
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value), node.attr) in unknown:
             raise LoweringError(
                 f"{path}, line {node.lineno}: torch {torch.__version__} has no {ast.unparse(node)}. Give the op "
-                f"{node.attr} in ops/ a printer of its own with a `reads` that agrees, instead of "
-                f"`prints={'function' if node.value.id == 'torch' else 'functional(...)'}`, or no `prints`"
+                f"{node.attr} in ops/ a printer of its own with a `reads` that agrees (instead of `prints=function`), "
+                "or no `prints`"
             )
 
 
