@@ -10,6 +10,7 @@ from .source import SRC, Import, imports
 MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
+    "frozen_values": "",
     "precision": "errors",
     "layout": "errors",
     "control_flow": "",
@@ -20,18 +21,18 @@ MAY_IMPORT = {
     "rules": "errors layout reshard ir",
     "cluster": "errors layout",
     "ops": "errors layout ir rules cluster",
-    "capture": "errors batch_dim precision layout control_flow ir rules ops",
+    "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
     "cost": "errors layout storage reshard schedule ir rules cluster ops",
     "plan": "errors layout storage reshard schedule ir rules cluster ops cost",
-    "lower": "errors layout storage reshard schedule ir rules ops plan",
+    "lower": "errors layout storage reshard schedule ir rules ops cost plan",
     "probe": "errors layout ir rules ops capture lower",
     "emit": "errors layout storage schedule ir rules ops plan lower",
-    "runtime": "errors batch_dim layout storage control_flow schedule",
+    "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors batch_dim precision layout storage reshard schedule ir rules capture cluster cost plan lower probe "
-        "emit runtime planning"
+        "errors batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster cost plan "
+        "lower probe emit runtime planning"
     ),
     "verify": (
         "errors precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit runtime "

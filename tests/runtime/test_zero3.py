@@ -117,6 +117,26 @@ def test_a_saved_parameter_can_be_looked_at_outside_of_backward():
         assert torch.equal(got, whole_values()["w1"])
 
 
+def test_and_after_a_backward_that_raised():
+    def stop(gradient):
+        raise ValueError("stopped by a hook")
+
+    def body(rank):
+        model = Split(mesh_of(2))
+        with model.zero.saving():
+            x = torch.ones(1, WIDTH_IN, dtype=torch.float64, requires_grad=True)
+            weight = model.zero.open("mlp")["w1"]
+            first, second = (2 * x) @ weight.t(), x @ weight.t()
+            model.zero.close("mlp")
+        x.register_hook(stop)
+        with pytest.raises(ValueError, match="stopped by a hook"):
+            torch.autograd.grad(first.sum(), x)
+        return second.grad_fn._saved_mat2.clone().t()
+
+    for got in run_ranks(2, body):
+        assert torch.equal(got, whole_values()["w1"])
+
+
 # -- a chain of layers ---------------------------------------------------------------------
 
 LAYERS, WIDTH = 5, 6

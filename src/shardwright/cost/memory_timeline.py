@@ -23,6 +23,7 @@ from .fusing import fuse
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .lifetimes import deaths
 from .rank_program import Choices, ParameterMemory, RankProgram, RankStep, StorageByKey, steps_of
+from .reshard_prices import ReshardPrices
 from .training import ON_CPU, BackendTraits, TrainingSetup
 from .updates import GradientBuckets, Zero3Units
 
@@ -61,13 +62,15 @@ def simulate_memory(
     recompute: Sequence[str] = (),
     *,
     traits: BackendTraits = ON_CPU,
+    prices: ReshardPrices | None = None,
 ) -> MemoryPeak:
     """The peak of a rank under a plan.
 
     recompute   module paths, each of which is recomputed in backward
     traits      what the device's libraries do with memory
+    prices      by which lowering chooses reshards; None: bytes
     """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits))
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, prices=prices))
     line = MemoryTimeline(program, training, traits)
     line.forward()
     line.backward()

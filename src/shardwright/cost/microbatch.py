@@ -23,6 +23,7 @@ from .fusing import fuse
 from .heap import ACTIVATION
 from .memory_timeline import MemoryPeak, MemoryTimeline
 from .rank_program import Choices, ParameterMemory, StorageByKey, steps_of
+from .reshard_prices import ReshardPrices
 from .training import BackendTraits, TrainingSetup
 
 NOTHING = MicrobatchMemory(0.0, 0.0)
@@ -65,14 +66,16 @@ def simulate_stage_memory(
     time: str,
     traits: BackendTraits,
     queued: float = 0.0,
+    prices: ReshardPrices | None = None,
 ) -> StageMemory:
     """One microbatch of a stage.
 
     mesh       with the axis in time
     time       the name of that axis
     borders    how values lie that cross
+    prices     by which lowering chooses reshards; None: bytes
     """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders))
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders, prices))
     parameters = [
         parameter
         if (accumulating := parameter.storage.while_accumulating()) is parameter.storage

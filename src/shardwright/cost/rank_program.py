@@ -19,11 +19,13 @@ from ..ir.paths import layer_of, prefixes
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
 from ..ops import op_kind
 from ..ops.contexts import SavedForBackward
-from ..reshard import LayoutForm, forget_gradient, forms_of, parameter_layout
+from ..reshard import forget_gradient, parameter_layout
 from ..rules import Analysis
 from ..storage import Replicated, Storage, restricted
 from .call import local_call, local_elements
 from .flow import Flow, GradientFlow, flow, reshard_memory
+from .reshard_prices import ReshardPrices, prices_of
+from .reshard_search import LayoutForm, forms_of
 from .saved_for_backward import saved_for_backward
 from .strides import Strides, strides_of
 from .training import ON_CPU, BackendTraits, TrainingSetup
@@ -128,20 +130,23 @@ def steps_of(
     recompute: Sequence[str] = (),
     traits: BackendTraits = ON_CPU,
     borders: Mapping[str, Layout] | None = None,
+    prices: ReshardPrices | None = None,
 ) -> RankProgram:
     """The steps of the first rank of a mesh, one for each op and each reshard.
 
     borders   how values lie that come from another segment or go to one; they are not among the program's inputs
+    prices    by which lowering chooses reshards; None: bytes
     """
-    return _Builder(analysis, mesh, choices, storage, training, recompute, traits, borders or {}).run()
+    prices = prices or prices_of(mesh, None)
+    return _Builder(analysis, mesh, choices, storage, training, recompute, traits, borders or {}, prices).run()
 
 
 class _Builder:
     def __init__(
         self, analysis: Analysis, mesh: Mesh, choices: Choices, storage: StorageByKey, training: TrainingSetup,
-        recompute: Sequence[str], traits: BackendTraits, borders: Mapping[str, Layout],
+        recompute: Sequence[str], traits: BackendTraits, borders: Mapping[str, Layout], prices: ReshardPrices,
     ) -> None:  # fmt: skip
-        self.borders = borders
+        self.borders, self.prices = borders, prices
         self.analysis, self.graph, self.mesh, self.training = analysis, analysis.graph, mesh, training
         self.choices, self.storage, self.recompute = choices, storage, frozenset(recompute)
         self.sizes, self.copies = mesh.sizes, traits.copies
@@ -259,7 +264,7 @@ class _Builder:
             root = LayoutForm(layout=layout)
             self.forms[name] = {layout if value.gradient else forget_gradient(layout): root}
         else:
-            root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
+            root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.prices, value.gradient)
         self.alive.append(root)
         number = self.numbers[id(root)] = self._new(name, layout, fixed)
         return number

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..cost.reshard_prices import prices_of
 from ..errors import LoweringError
 from ..ir import Graph
 from ..layout import Block, Layout, Mesh, Partial, Shard, make_layout, replicated
@@ -110,6 +111,7 @@ def lower_pipeline(
             header=tuple(_header(plan, number, shard.crossings)),
             stepped=True,
             puts_off=puts_off,
+            prices=prices_of(meshes[number], plan.made_for, segments[number].mesh),
         )
         placer = Placer(task)
         received |= {(value, number): placer.taken_as(value) for value in task.entering}

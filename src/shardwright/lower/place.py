@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..cost.reshard_prices import ReshardPrices, prices_of
+from ..cost.reshard_search import LayoutForm, forms_of
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
 from ..ir.paths import layer_of
 from ..layout import INVARIANT, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
 from ..plan import regions_of
-from ..plan.pipeline import MB
 from ..plan.plan import Choices
 from ..plan.replica_axes import batch_layout, replica_axes
-from ..reshard import LayoutForm, Reshard, forget_gradient, forms_of, parameter_layout, same_placement
+from ..reshard import MB, Reshard, forget_gradient, parameter_layout, same_placement
 from ..rules import FAN, Analysis
 from ..storage import ParameterSpec, Replicated, Storage, restricted
 from .program import LoweredProgram
@@ -33,6 +34,7 @@ class PlacementTask:
     """What is to be placed: a graph, or the graph of a segment, on a mesh.
 
     mesh        with the axis in time, if there are microbatches
+    prices      by which reshards are chosen: those of the plan, or bytes
     storage_options    layouts of parameters, where that is decided already
     mode        "per_replica" if each data-parallel replica passes its own samples
     entering    values received from other segments, with their layout over microbatches
@@ -57,6 +59,7 @@ class PlacementTask:
     header: tuple[str, ...] = ()
     stepped: bool = False
     puts_off: bool = False
+    prices: ReshardPrices | None = None
 
 
 class Placer:
@@ -72,6 +75,7 @@ class Placer:
         )
         graph = task.graph
         self.sizes = task.mesh.sizes
+        self.prices = task.prices or prices_of(task.mesh, None)
         self.values: dict[str, Value] = {}
         self.layouts: dict[str, Layout] = {}
         self.ops: list[Op] = []
@@ -202,7 +206,7 @@ class Placer:
         self.values[name] = value
         self.layouts[name] = layout
         goals, item = self.uses[name], ITEM_SIZE.get(value.dtype, 4)
-        root, forms = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
+        root, forms = forms_of(layout, goals, value.shape, item, self.prices, value.gradient)
         root.name = name
         self.forms[name] = forms
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..cost import MemoryPeak, TrainingSetup
-from ..cost.reshard_prices import ReshardPrices
+from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
@@ -366,7 +366,7 @@ def extend(plan: Plan, analysis: Analysis, cluster: Cluster, training: TrainingS
         if op.name in known
     }
     kinds = OpKinds(analysis, training, {**allowed, **plan.storage})
-    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), allowed=allowed)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), allowed=allowed)
     tables = Tables(ProblemStructure(kinds), spaces, StoragePricing(spaces, fixed=plan.storage))
     solution = solve(tables.problem())
     assert solution.states is not None

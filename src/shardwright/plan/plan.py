@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..cluster import Cluster
 from ..errors import PlanError, raise_all
 from ..ir import Graph
 from ..ir.paths import prefixes
@@ -75,6 +76,7 @@ class Plan:
     local: bool = False  # each microbatch is a batch of its own (microbatch_semantics="local")
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    made_for: Cluster | None = field(default=None, compare=False, repr=False)  # prices reshards; not in the file
     as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
 
     @property

@@ -108,8 +108,11 @@ class Tables:
     def _edge(self, table: EdgeTable) -> np.ndarray:
         """[state, state, (recomputation option,) resource]"""
         used = self._price(table, table.saved)
+        if table.again:
+            used = _again(used)
         if table.ways:
-            again, enters = _again(used), used if table.saved else self._price(table, True)
+            again = used if table.again else _again(used)
+            enters = used if table.saved else self._price(table, True)
             every = np.stack([used, enters, again], axis=2)
             used = every[:, :, [("plain", "enters", "again").index(option) for option in table.ways]]
         if table.same:
@@ -219,8 +222,9 @@ class Tables:
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
         return simulate_memory(
-            self.analysis, self.mesh, choices, storage, self.training, recompute, traits=self.moves.traits
-        )
+            self.analysis, self.mesh, choices, storage, self.training, recompute,
+            traits=self.moves.traits, prices=self.moves,
+        )  # fmt: skip
 
     # -- the way back ----------------------------------------------------------------------
 

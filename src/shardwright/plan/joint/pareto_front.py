@@ -18,12 +18,12 @@ from itertools import pairwise
 import numpy as np
 
 from ...cost import is_matmul, local_call
+from ...cost.reshard_prices import NEVER
 from ...cost.resources import COUNT, Resource, memory, phases, row
 from ..problem_structure import OpTable
 from ..search.elimination import Elimination, TooWide, eliminate
 from ..tables import Tables
 from .bounds import LeastCosts, ParameterBounds
-from .microbatch_tables import NEVER
 from .stage_cuts import BlockOfEntries
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from ...cluster import Cluster
 from ...cost import MemoryPeak, TrainingSetup, backend_traits
 from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
+from ...cost.reshard_prices import prices_of
 from ...cost.resources import phases, row
 from ...ir.paths import is_inside
 from ...layout import Axis, Layout, Mesh, make_layout
@@ -271,6 +272,7 @@ class SolvedPipeline:
         return simulate_stage_memory(
             analysis, mesh, choices, self.storage, training, self.recompute(number), borders,
             time=MB, traits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
+            prices=prices_of(mesh, cluster, self.mesh(number)),
         )  # fmt: skip
 
     def _choices_inside(self, number: int) -> Choices:
