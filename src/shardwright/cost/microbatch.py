@@ -77,7 +77,10 @@ def simulate_stage_memory(
     """
     program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders, prices))
     parameters = [
-        replace(parameter, storage=parameter.storage.while_accumulating()) for parameter in program.parameters
+        parameter
+        if (accumulating := parameter.storage.while_accumulating()) is parameter.storage
+        else replace(parameter, storage=accumulating)
+        for parameter in program.parameters
     ]
     program.parameters[:] = [
         parameter if parameter.storage.shards_parameter or not parameter.trainable else replace(parameter, sums=(time,))
