@@ -36,7 +36,7 @@ def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def saved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], directory: Path) -> int:
     """The bytes of the storages that autograd saves and that were not there before."""
-    model = sw.parallelize(module, example=(args, kwargs), plan="single", directory=directory)
+    model = sw.parallelize(module, example=(args, kwargs), plan="single", compile={"directory": directory})
     gc.collect()  # what is let go of later leaves its address to what is saved
     there = alive()
     storages: dict[int, torch.UntypedStorage] = {}

@@ -11,6 +11,7 @@ from shardwright.cost.fusing import fuse
 from shardwright.cost.heap import ACTIVATION
 from shardwright.cost.memory_timeline import MemoryTimeline
 from shardwright.cost.rank_program import steps_of
+from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.rules import Analysis
 from tests.models.zoo import ZOO
@@ -46,7 +47,7 @@ def of_zoo(name: str, batch: int = 4) -> Analysis:
 
 
 def memory(analysis: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
-    made_plan = make_plan(analysis.graph, analysis, plan, ranks)
+    made_plan = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks)
     training = options.pop("training", TrainingSetup())
     return simulate_memory(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, training, **options)
 
@@ -139,7 +140,7 @@ def test_a_models_own_checkpoints_are_the_same_as_recomputing_those_modules():
 def test_nothing_is_left_over_after_a_step(name, plan):
     """Every storage of an activation is released once, whatever the way through the model."""
     analysis = of_zoo(name)
-    made_plan = make_plan(analysis.graph, analysis, plan, 2)
+    made_plan = make_plan(analysis.graph, analysis, PlanRequest.read(plan), 2)
     program = fuse(steps_of(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, TrainingSetup()))
     line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()

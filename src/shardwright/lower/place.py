@@ -292,8 +292,8 @@ class Placer:
         if layout.shard_of(MB) is not None:
             raise LoweringError(
                 f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
-                f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
-                "name those that have none: parallelize(..., unbatched=[...])"
+                f"{parameter.key} {value.shape} has that dim too; use PipelineOptions(microbatches=1), pass "
+                "inputs with a batch dim, or name those that have none: CompileOptions(unbatched=[...])"
             )
         if not parameter.trainable:
             layout = forget_gradient(layout)
