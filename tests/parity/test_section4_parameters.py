@@ -216,7 +216,7 @@ class NamedAsASize(nn.Module):
 def test_a_size_that_differs_between_ranks_does_not_take_the_name_of_a_part():
     found = compare(NamedAsASize(), (batch(4, 3, 8, 8),), "tp=2")
 
-    assert "self.c_share = local_size(" in found.ranks[0].text
+    assert "self.C_tp = local_size(" in found.ranks[0].text and "self.c.weight" in found.ranks[0].text
 
 
 def test_zero3_keeps_no_gathered_weight_after_its_layer():

@@ -80,7 +80,7 @@ class ParallelModel(ModelView):
         return self._mode
 
     @property
-    def passing(self) -> Mode:
+    def _passing(self) -> Mode:
         """What the next call passes: `input_mode`, unless `pass_whole` says otherwise."""
         return "global" if self._global_batch else self._mode
 
@@ -238,7 +238,7 @@ class ParallelModel(ModelView):
         self.call_inputs.check_plain(args, kwargs)
         input_gradients.expect_no_transform((args, kwargs))
         self._know((args, kwargs))
-        if self.passing == "per_rank":
+        if self._passing == "per_rank":
             input_gradients.expect_none(args, kwargs)
             args, kwargs = self.call_inputs.gather(args, kwargs)
         (args, kwargs), entry = self._find(args, kwargs, method)
@@ -249,11 +249,11 @@ class ParallelModel(ModelView):
             stage.renew()
         tensors = entry.flatten(args, kwargs)
         signature = entry.signature if entry.stage is None else entry.signature.with_frozen(holding.frozen)
-        place = (self.data_rank, self.data_size) if self.passing == "per_replica" else (0, 1)
+        place = (self.data_rank, self.data_size) if self._passing == "per_replica" else (0, 1)
         self._comparison.begin(signature, tensors, place, at_once=self._global_batch)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
-        elif self.passing == "per_replica":
+        elif self._passing == "per_replica":
             own = [
                 per_replica
                 for per_replica, literal in zip(entry.per_replica, entry.literals, strict=True)
@@ -325,7 +325,7 @@ class ParallelModel(ModelView):
         key = self._key(args, kwargs, method)
         extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
         entry = self._compiled(key, args, kwargs, extra)
-        if entry.padding and is_unpadded(entry, args, kwargs, alike=self.passing != "per_replica"):
+        if entry.padding and is_unpadded(entry, args, kwargs, alike=self._passing != "per_replica"):
             return self._compiled((*key[:3], f"{key[3]}, unpadded"), args, kwargs, {**extra, "unpadded": True})
         return entry
 
@@ -344,7 +344,7 @@ class ParallelModel(ModelView):
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: Mapping[str, Any]) -> ModelCall:
         return ModelCall(
-            skeleton=self._around["skeleton"], args=args, kwargs=kwargs, training=self.training, passing=self.passing,
+            skeleton=self._around["skeleton"], args=args, kwargs=kwargs, training=self.training, passing=self._passing,
             plan=self.plan, state=self._state, gather=self.full_state_dict, **extra,
         )  # fmt: skip
 
@@ -354,7 +354,7 @@ class ParallelModel(ModelView):
         shapes = tuple(
             (tuple(x.shape), x.dtype, x.requires_grad, x.layout) if isinstance(x, Tensor) else repr(x) for x in leaves
         )
-        return self.constants(method), str(spec), shapes, self.passing
+        return self.constants(method), str(spec), shapes, self._passing
 
     def _check_dtypes(self, key: Any) -> None:
         """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
