@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from shardwright.emit import emit
-from shardwright.lower import lower
+from shardwright.plan.lowering import lower
 from shardwright.rules import analyse
 from tests.emit.emitted import deep_text, text_of
 from tests.plan.graphs import deep_gpt

@@ -39,7 +39,7 @@ ALLOWED = {
     "lower/overlap.py": (1, "joins linears with the reshard before them"),
     "lower/tidy.py": (8, "folds biases, and turns views into reshapes"),
     "plan/joint/timed.py": (1, "statistics of a batch differ between microbatches"),
-    "plan/recompute.py": (1, "a batch norm writes its statistics twice if it is recomputed"),
+    "ir/recompute.py": (1, "a batch norm writes its statistics twice if it is recomputed"),
     "plan/stages.py": (1, "a library's name, not an op"),
     "probe/discover.py": (7, "ops whose kernels don't check what they are given"),
     "probe/splits.py": (2, "ops whose results have no values"),

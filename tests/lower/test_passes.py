@@ -12,13 +12,14 @@ from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
 from shardwright.ir import Op, Value
 from shardwright.layout import INVARIANT, REPLICATE, Block, Shard, make_layout, replicated
-from shardwright.lower import PASSES, Size, lower
+from shardwright.lower import PASSES, Size
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import flat
 from shardwright.lower.tidy import fuse
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
 from tests.lower.test_collectives import program_of

@@ -7,9 +7,8 @@ import math
 from ..errors import InputError
 from ..layout import Mesh
 from ..plan import Plan, parse_plan_string
-from ..plan.replica_axes import replica_axes
-from ..plan.strings import REPLICAS
 from ..planning import PlanLike
+from ..rules.replica_axes import REPLICAS, replica_axes
 from ..runtime.world import World
 
 

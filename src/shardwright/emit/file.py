@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import Op
-from ..layout import REPLICATE, Mesh
+from ..layout import MB, REPLICATE, Mesh
 from ..lower import LoweredProgram
 from ..ops.user_calls import OPAQUE
-from ..plan.pipeline import MB
 from ..rules import is_random
 from .branches import branch_method
 from .calls import call_text, function_name, is_user_function, returns_list

@@ -22,8 +22,8 @@ from itertools import groupby
 from typing import Any
 
 from ..ir import Op
+from ..ir.recompute import region_path
 from ..lower import LoweredProgram, Size
-from ..plan import region_path
 from ..rules import is_random
 from .sizes import SizeNames
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
-from ..layout import Block, Shard, chunk_bounds
+from ..layout import MB, Block, Shard, chunk_bounds
 from ..lower import LoweredProgram, Size
 from ..ops.reading import UnreadableLineError, dotted
-from ..plan.pipeline import MB
 from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

@@ -1,21 +1,20 @@
 """What each rank does: a graph and a plan become the program that all ranks of a mesh run."""
 
 from .overlap import reshard_kind
-from .passes import PASSES, lower
-from .pipeline import ModelOutput, PipelinePrograms, StageTransfer, lower_pipeline
+from .passes import PASSES, run, transform
+from .place import PlacementTask, Placer
 from .program import LoweredProgram, ParameterPlacement, PrologueValue, Size, SizeFactor
 
 __all__ = [
            "PASSES",
            "LoweredProgram",
-           "ModelOutput",
            "ParameterPlacement",
-           "PipelinePrograms",
+           "PlacementTask",
+           "Placer",
            "PrologueValue",
            "Size",
            "SizeFactor",
-           "StageTransfer",
-           "lower",
-           "lower_pipeline",
            "reshard_kind",
+           "run",
+           "transform",
 ]  # fmt: skip

@@ -16,13 +16,11 @@ from dataclasses import dataclass, field, replace
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
-from ..layout import INVARIANT, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
-from ..plan import regions_of
-from ..plan.pipeline import MB
-from ..plan.plan import Choices
-from ..plan.replica_axes import batch_layout, replica_axes
+from ..ir.recompute import regions_of
+from ..layout import INVARIANT, MB, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
 from ..reshard import LayoutForm, Reshard, forget_gradient, forms_of, parameter_layout, same_placement
-from ..rules import FAN, Analysis
+from ..rules import FAN, Analysis, Choices
+from ..rules.replica_axes import batch_layout, replica_axes
 from .program import LoweredProgram, ParameterPlacement
 
 
@@ -278,6 +276,14 @@ class Placer:
                 layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
         return layout.with_placement(MB, INVARIANT) if MB in self.sizes and layout.shard_of(MB) is None else layout
 
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """How every parameter is stored."""
+        return {parameter.key: self._stored_as(parameter) for parameter in self.graph.parameters}
+
+    def _stored_as(self, parameter: Parameter) -> Layout:
+        layout = self._storage_layout(parameter)
+        return layout if parameter.trainable else forget_gradient(layout)
+
     def _hold(self, parameter: Parameter) -> ParameterPlacement:
         value, requested = self.graph.values[parameter.value], self._requested(parameter)
         layout = self._storage_layout(parameter)
@@ -288,8 +294,7 @@ class Placer:
                 f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
                 "name those that have none: parallelize(..., unbatched=[...])"
             )
-        if not parameter.trainable:
-            layout = forget_gradient(layout)
+        layout = self._stored_as(parameter)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
         self._produce(parameter.value, layout.with_placement(MB, REPLICATE) if added_up else layout)
         return ParameterPlacement(

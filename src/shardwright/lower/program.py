@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ir import Graph, Input, Op, Value
-from ..layout import Layout, Mesh, Reduction, chunk_bounds
-from ..plan.pipeline import MB
+from ..layout import MB, Layout, Mesh, Reduction, chunk_bounds
 from ..rules import Analysis
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import join_shards
+from ..layout import MB, join_shards
 from ..ops import Kernel, spec_of
 from ..ops.losses import COUNTED
-from ..plan.pipeline import MB
 from .program import LoweredProgram
 
 SUMS = ("comm.all_reduce", "comm.replicate", "comm.all_reduce_to_r", "comm.reduce")

@@ -3,7 +3,6 @@
 from .builder import PlanBuilder
 from .plan import Plan, PlanStage
 from .policies import POLICIES, Policy, build_plan
-from .recompute import layers_of, region_path, regions_of
 from .strings import PolicyRequest, parse_plan_string
 
 __all__ = [
@@ -14,8 +13,5 @@ __all__ = [
            "Policy",
            "PolicyRequest",
            "build_plan",
-           "layers_of",
            "parse_plan_string",
-           "region_path",
-           "regions_of",
 ]  # fmt: skip

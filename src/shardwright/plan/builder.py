@@ -18,14 +18,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import INVARIANT, REPLICATE, Axis, Layout, Mesh, Partial, Placement
+from ..ir.recompute import faults_of, layers_of, regions_of
+from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
 from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_random
 from .plan import Plan, PlanStage
-from .recompute import faults_of, layers_of, regions_of
 from .strings import outer_of
-
-MB = "mb"
-"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
 
 
 class PlanBuilder:

@@ -16,9 +16,9 @@ from ..errors import PlanError
 from ..ir import Graph
 from ..layout import Axis, chunk_bounds
 from ..rules import Analysis, analyse
+from ..rules.replica_axes import replicas
 from .builder import PlanBuilder
 from .plan import Plan
-from .replica_axes import replicas
 from .strings import PolicyRequest, outer_of
 from .subaxes import refine, split_inner_axis
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from ..errors import PlanError, ScheduleError
 from ..layout import Axis, Mesh
+from ..rules.replica_axes import REPLICAS
 from ..schedule import KINDS, ScheduleKind, schedule_kind, schedule_names
 
 KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
-REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
-"""Policies that split the batch."""
 RECOMPUTE = "recompute"
 """Asks for activation checkpointing of every repeated layer."""
 

@@ -13,8 +13,8 @@ from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..reshard import forget_gradient
+from ..rules.replica_axes import batch_layout
 from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
-from .replica_axes import batch_layout
 from .search import CostFactor, Problem
 from .spaces import ChoiceSpaces
 from .storage_options import Storage, StorageOptions, StoragePricing

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..ir import Buffer, Graph, Op, Parameter
 from ..ir.paths import is_inside, prefixes
-from ..plan.plan import Choices
+from ..rules import Choices
 
 FIRST, LAST = 2, 1
 """How many layers of a kind are kept, from the start and from the end."""

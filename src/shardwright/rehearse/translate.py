@@ -9,8 +9,9 @@ import torch
 
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import LoweredProgram, ParameterPlacement, lower, lower_pipeline
+from ..lower import LoweredProgram, ParameterPlacement
 from ..plan import Plan, PlanStage
+from ..plan.lowering import lower, lower_pipeline
 from ..plan.pipeline import parts_like, timed
 from ..plan.stages import OpSequence
 from ..rules import Analysis

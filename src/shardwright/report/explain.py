@@ -20,9 +20,10 @@ from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
 from ..layout import REPLICATE
-from ..lower import LoweredProgram, ParameterPlacement, lower
+from ..lower import LoweredProgram, ParameterPlacement
 from ..plan import Plan
 from ..plan.folding import fold, star
+from ..plan.lowering import lower
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render

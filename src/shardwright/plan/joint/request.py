@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...errors import PlanError
+from ...rules.replica_axes import is_replica
 from ...schedule import schedule_kind
 from ..auto import SearchOptions
 from ..clash import format_bytes
 from ..limits import Limits
 from ..pipeline import check_microbatches
-from ..replica_axes import is_replica
 from .search import PipelineSearch
 from .setup import PipelineRequest
 

@@ -10,18 +10,16 @@ from ...cluster import Cluster
 from ...cost import MemoryPeak, TrainingSetup, backend_traits
 from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
 from ...ir.paths import is_inside
-from ...layout import Axis, Layout, Mesh, make_layout
-from ...rules import Analysis
+from ...layout import MB, Axis, Layout, Mesh, make_layout
+from ...rules import Analysis, Choices
 from ..builder import PlanBuilder
 from ..meshes import axis_names
-from ..pipeline import MB, timed
+from ..pipeline import timed
 from ..plan import Plan, PlanStage
 from ..stages import OpSequence, StagedGraph, split_graph
 from .ranks import RankDevices
 from .refine import SolvedStage
 from .trial import PipelineTrial
-
-Choices = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 
 from ..layout import Layout, Mesh, replicated
-from ..rules import Analysis
-from .strings import REPLICAS
+from .signature import Analysis
+
+REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
+"""Policies that split the batch."""
 
 
 def replica_axes(mesh: Mesh) -> tuple[str, ...]:
