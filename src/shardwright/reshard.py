@@ -296,10 +296,12 @@ def find_reshards(
 
 def forget_gradient(layout: Layout) -> Layout:
     """The layout of a value that has no gradient: FANNED means nothing there."""
+    if not any(placement == REPLICATE for _, placement in layout.rest):
+        return layout
     return make_layout(layout.shards, {name: placement for name, placement in layout.rest if placement != REPLICATE})
 
 
-@dataclass
+@dataclass(slots=True)
 class LayoutForm:
     """A value in one layout, and the step that makes it from another form of the same value."""
 
@@ -328,6 +330,8 @@ def forms_of(
     root = LayoutForm(layout=produced if gradient else forget_gradient(produced))
     known, by_use = [root], dict[Layout, LayoutForm]()
     wanted = {goal if gradient else forget_gradient(goal) for goal in goals}
+    if wanted <= {root.layout}:  # nearly always, so that no steps are looked for
+        return root, dict.fromkeys(wanted, root)
     for goal in sorted(wanted, key=lambda goal: (steps([root.layout], goal)[2], str(goal), repr(goal))):
         index, path, _ = steps([form.layout for form in known], goal)
         form = known[index]

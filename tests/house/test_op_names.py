@@ -29,7 +29,6 @@ ALLOWED = {
     "capture/tracing/sizes.py": (7, TRACING),
     "capture/user_calls/opaque.py": (1, "an argument that is named after batch norms"),
     "compile/call_mapping.py": (1, "finds the input behind a detach"),
-    "cost/fusing.py": (1, "a bias may be cast before it is added"),
     "cost/time.py": (1, "a library's name, not an op"),
     "cost/work.py": (1, "a library's name, not an op"),
     "emit/calls.py": (1, "a library's name, not an op"),

@@ -13,16 +13,15 @@ After the schedule the activations are gone, and what is aside is summed, or bec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..layout import Layout, Mesh
-from ..rules import Analysis
+from ..layout import MB
+from ..lower import LoweredProgram
 from ..schedule import MicrobatchMemory, Schedule, in_flight
-from .fusing import fuse
 from .heap import ACTIVATION
 from .memory_timeline import MemoryPeak, MemoryTimeline
-from .rank_program import Choices, ParameterMemory, Storage, steps_of
+from .rank_program import ParameterMemory, read_program
 from .training import BackendTraits, TrainingSetup
 
 NOTHING = MicrobatchMemory(0.0, 0.0)
@@ -54,30 +53,15 @@ class StageMemory:
 
 
 def simulate_stage_memory(
-    analysis: Analysis,
-    mesh: Mesh,
-    choices: Choices,
-    storage: Storage,
-    training: TrainingSetup,
-    recompute: Sequence[str],
-    borders: Mapping[str, Layout],
-    *,
-    time: str,
-    traits: BackendTraits,
-    queued: float = 0.0,
+    lowered: LoweredProgram, training: TrainingSetup, traits: BackendTraits, queued: float = 0.0
 ) -> StageMemory:
-    """One microbatch of a stage.
-
-    mesh       with the axis in time
-    time       the name of that axis
-    borders    how values lie that cross
-    """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders))
+    """One microbatch of a stage. `queued`: bytes from its backward until the gradients of parameters are made."""
+    program = read_program(lowered, training, traits)
     parameters = [
         replace(parameter, level=1) if parameter.level == 2 else parameter for parameter in program.parameters
     ]
     program.parameters[:] = [
-        replace(parameter, sums=(time,)) if parameter.level < 3 and parameter.trainable else parameter
+        replace(parameter, sums=(MB,)) if parameter.level < 3 and parameter.trainable else parameter
         for parameter in parameters
     ]
     line = MemoryTimeline(program, training, traits)
@@ -88,25 +72,16 @@ def simulate_stage_memory(
     line.backward()
     at = heap.where
     line.update()
-    received = sum(program.tensors[number].bytes for number in _received(analysis, borders))
     return StageMemory(
-        parameters=tuple(
-            replace(parameter, sums=tuple(axis for axis in parameter.sums if axis != time)) for parameter in parameters
-        ),
+        parameters=tuple(parameters),
         inputs=program.inputs + program.constants,
         saved=saved,
-        received=received,
+        received=program.received,
         queued=min(queued, saved),
         over=max(heap.peaks["forward"], heap.peaks["backward"]) - start - saved,
         update=max(0.0, heap.peaks["update"] - start),
         at=at,
     )
-
-
-def _received(analysis: Analysis, borders: Mapping[str, Layout]) -> list[int]:
-    """The first tensors of a program are its inputs, in order."""
-    names = [item.value for item in analysis.graph.inputs]
-    return [number for number, name in enumerate(names) if name in borders]
 
 
 def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], training: TrainingSetup) -> MemoryPeak:

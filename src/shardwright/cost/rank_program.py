@@ -1,34 +1,33 @@
 """The program of one rank as memory sees it: steps that read, make, save and release tensors.
 
-`steps_of` does what lowering would: every use of a value in the layout that its op wants, with
-reshards where they are needed, one for each form of a value. It says nothing about arguments,
-so it is quick enough for a planner. What is fused afterwards is in `fusing.py`.
+`read_program` reads what lowering made: the layouts that values have, the reshards that stand between them, what is
+fused, done in place or computed once. What each op saves for backward and allocates meanwhile, its definition says.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
-from ..ir.paths import layer_of, prefixes
-from ..layout import INVARIANT, REPLICATE, Layout, Mesh, replicated
-from ..ops import op_kind
+from ..ir.paths import layer_of
+from ..layout import REPLICATE, Layout
+from ..lower import LoweredProgram, reshard_kind
+from ..lower.program import graph_value
+from ..lower.tidy import SHARES
 from ..ops.contexts import SavedForBackward
-from ..reshard import LayoutForm, forget_gradient, forms_of, parameter_layout
-from ..rules import Analysis
 from .call import local_call, local_elements
-from .flow import Flow, GradientFlow, flow, reshard_memory
+from .flow import Flow, GradientFlow, ReshardMemory, flow, reshard_memory
 from .saved_for_backward import saved_for_backward
-from .strides import Strides, strides_of
+from .strides import strides_of
 from .training import ON_CPU, BackendTraits, TrainingSetup
 
-Choices = Mapping[str, Mapping[str, str]]
-Storage = Mapping[str, Sequence[tuple[str, int]]]
+FRESH, NONE = GradientFlow.FRESH, GradientFlow.NONE
+_SUFFIX = re.compile(r"(_\d+)+$")
 
 
 @dataclass(slots=True)
@@ -48,11 +47,10 @@ class RankStep:
     """One call: the numbers of the tensors that it reads and makes, and what it does to memory."""
 
     name: str
-    kind: str
     inputs: list[int]
     outputs: list[int]
     back: list[GradientFlow]
-    saved: list[int]
+    saved: list[int] = field(default_factory=list)
     extra: float = 0.0
     work: float = 0.0
     backward_work: float = 0.0
@@ -93,14 +91,12 @@ class ParameterMemory:
         return self.share if self.level == 3 else self.bytes
 
 
-class StoredAlike(NamedTuple):
-    """The layout and sizes of parameters that are used and stored alike."""
+class OpMemory(NamedTuple):
+    """What ops of one kind do to memory."""
 
-    layout: Layout
-    elements: float
-    sums: tuple[str, ...]  # axes
-    level: int
-    parts: int
+    saved: SavedForBackward
+    flow: Flow
+    gradient: bool  # whether there is a backward
 
 
 @dataclass(slots=True)
@@ -109,249 +105,184 @@ class RankProgram:
     tensors: list[RankTensor] = field(default_factory=list)
     parameters: list[ParameterMemory] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    constants: float = 0.0
-    inputs: float = 0.0
+    constants: float = 0.0  # bytes
+    inputs: float = 0.0  # bytes of the batch and of buffers
+    received: float = 0.0  # bytes of what comes from other stages
 
 
-def steps_of(
-    analysis: Analysis,
-    mesh: Mesh,
-    choices: Choices,
-    storage: Storage,
-    training: TrainingSetup,
-    recompute: Sequence[str] = (),
-    traits: BackendTraits = ON_CPU,
-    borders: Mapping[str, Layout] | None = None,
-) -> RankProgram:
-    """The steps of the first rank of a mesh, one for each op and each reshard.
-
-    borders   how values lie that come from another segment or go to one; they are not among the program's inputs
-    """
-    return _Builder(analysis, mesh, choices, storage, training, recompute, traits, borders or {}).run()
+def read_program(program: LoweredProgram, training: TrainingSetup, traits: BackendTraits = ON_CPU) -> RankProgram:
+    """The steps of the first rank, one for each op."""
+    return _Reader(program, training, traits).run()
 
 
-class _Builder:
-    def __init__(
-        self, analysis: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: TrainingSetup,
-        recompute: Sequence[str], traits: BackendTraits, borders: Mapping[str, Layout],
-    ) -> None:  # fmt: skip
-        self.borders = borders
-        self.analysis, self.graph, self.mesh, self.training = analysis, analysis.graph, mesh, training
-        self.choices, self.storage, self.recompute = choices, storage, frozenset(recompute)
-        self.sizes, self.copies = mesh.sizes, traits.copies
-        self.program = RankProgram()
-        self.strides: Strides = strides_of(analysis.graph)
-        self.constant = {op.name for op in self.graph.ops if analysis.is_constant(op)}
-        self.placed = {op.name: analysis.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
-        self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
-        self.written = {item.update: item for item in self.graph.parameters if item.update is not None}
-        for op in self.graph.ops:
-            for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
-                self.uses[name].append(layout)
-        for name, layout in self._sinks():
-            self.uses[name].append(layout)
-        self.forms: dict[str, dict[Layout, LayoutForm]] = {}
-        self.numbers: dict[int, int] = {}  # the tensor of a form, by its identity
-        self.alive: list[LayoutForm] = []  # so that identities stay theirs
-        self.known: dict[object, tuple[SavedForBackward, Flow, bool]] = {}  # layers that are alike are looked at once
+class _Reader:
+    def __init__(self, program: LoweredProgram, training: TrainingSetup, traits: BackendTraits) -> None:
+        self.program, self.training, self.copies = program, training, traits.copies
+        self.analysis, self.mesh, self.sizes = program.analysis, program.mesh, program.mesh.sizes
+        self.values, self.layouts, self.choices = program.values, program.layouts, program.choices or {}
+        self.strides = strides_of(program.graph)
+        self.numbers: dict[str, int] = {}  # of tensors, by value
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
-        self.regions: dict[str, str | None] = {}  # of a module
-        self.storage_options: dict[object, StoredAlike] = {}
-
-    def _border(self, name: str) -> Layout:
-        """How a value lies when it comes in or goes out."""
-        return self.borders.get(name) or replicated(len(self.graph.values[name].shape))
-
-    def _sinks(self) -> Iterator[tuple[str, Layout]]:
-        """What leaves, and how: parameters that forward writes to as they are stored, the rest as it goes out."""
-        for name in self.graph.sinks():
-            parameter = self.written.get(name)
-            if parameter is None:
-                yield name, self._border(name)
-            else:
-                shape = self.graph.values[name].shape
-                yield name, forget_gradient(parameter_layout(self.uses[parameter.value], self.mesh, len(shape)))
-
-    def _choice(self, op: Op) -> Mapping[str, str]:
-        return {} if op.name in self.constant else self.choices.get(op.name, {})
+        self.known: dict[object, OpMemory] = {}  # ops that are alike are looked at once
+        self.result = RankProgram()
 
     def run(self) -> RankProgram:
-        graph, program = self.graph, self.program
-        for name in (*(item.value for item in graph.inputs), *(item.value for item in graph.buffers)):
-            self._produce(name, self._border(name), fixed=True)
-            program.inputs += 0.0 if name in self.borders else graph.values[name].bytes
-        self._hold()
-        for op in graph.ops:
-            self._place(op)
-        for name, layout in self._sinks():
-            program.outputs.append(self._use(name, layout, None))
-        return program
+        program, result = self.program, self.result
+        for name in (*(item.value for item in program.graph.inputs), *(item.value for item in program.graph.buffers)):
+            size = self._elements(name) * ITEM_SIZE.get(self.values[name].dtype, 4)
+            if name in program.received:
+                result.received += self.training.item(self.values[name]) * self._elements(name)
+            else:
+                result.inputs += size
+            self._new(name, fixed=True)
+        self._read_constants()
+        self._read_parameters()
+        for op in program.body:
+            result.steps.append(self._step(op))
+        leaving = (*(name for name in program.outputs if name is not None), *(name for _, name in program.updates))
+        result.outputs += [self.numbers[name] for name in leaving]
+        return result
 
-    def _hold(self) -> None:
-        first = {name: at for at, op in reversed(list(enumerate(self.graph.ops))) for name in op.inputs}
-        order = sorted(self.graph.parameters, key=lambda parameter: first.get(parameter.value, len(first)))
-        for parameter in order:
-            value = self.graph.values[parameter.value]
-            uses, levels = tuple(self.uses[parameter.value]), tuple(self.storage.get(parameter.key, ()))
-            key = (uses, value.shape, levels, parameter.trainable)
-            if key not in self.storage_options:
-                self.storage_options[key] = self._stored(*key)
-            place = self.storage_options[key]
-            number = self._produce(parameter.value, place.layout, fixed=True)
-            self.program.tensors[number].parameter = parameter.key
-            self.program.parameters.append(
+    def _elements(self, name: str) -> float:
+        key = self.values[name].shape, self.layouts[name]
+        if key not in self.elements:
+            self.elements[key] = local_elements(*key, self.mesh)
+        return self.elements[key]
+
+    def _new(self, name: str, fixed: bool = False, parameter: str | None = None) -> int:
+        value = self.values[name]
+        size = self._elements(name) * self.training.item(value)
+        self.result.tensors.append(RankTensor(size, value.gradient, value.shape, _word(name), parameter, fixed))
+        self.numbers[name] = number = len(self.result.tensors) - 1
+        return number
+
+    def _read_constants(self) -> None:
+        """What is computed when the program is loaded, or before the first microbatch; views keep all they look at."""
+        program, base = self.program, dict[str, str]()
+        for op in program.constants:
+            view = op.name in self.strides.views or (op.target in SHARES and self._reshard_memory(op).shares)
+            for name in op.outputs:
+                self._new(name, fixed=True)
+                base[name] = base.get(op.inputs[0], op.inputs[0]) if view else name
+        read = {name for op in program.body for name in op.inputs} | program.needed()
+        storages = {base[name] for name in base if name in read} & base.keys()  # buffers are counted elsewhere
+        for early in program.early:
+            self._new(early.value, fixed=True)
+            storages.add(early.value)
+        self.result.constants = sum(self.result.tensors[self.numbers[name]].bytes for name in storages)
+
+    def _read_parameters(self) -> None:
+        body = self.program.body
+        first = {name: at for at, op in reversed(list(enumerate(body))) for name in op.inputs}
+        for parameter in sorted(self.program.parameters, key=lambda parameter: first.get(parameter.value, len(body))):
+            value, layout = self.values[parameter.value], parameter.layout
+            number = self._new(parameter.value, fixed=True, parameter=parameter.key)
+            local = layout.local_shape(value.shape, self.sizes, dict.fromkeys(self.sizes, 0))
+            elements = math.prod(local)
+            parts = math.prod(self.sizes[axis] for axis, _ in parameter.zero) if max(local, default=0) > 1 else 1
+            self.result.parameters.append(
                 ParameterMemory(
                     key=parameter.key,
                     value=number,
-                    bytes=place.elements * ITEM_SIZE.get(value.dtype, 4),
-                    gathered=place.elements * self.training.item(value),
+                    bytes=elements * ITEM_SIZE.get(value.dtype, 4),
+                    gathered=elements * self.training.item(value),
                     trainable=parameter.trainable,
-                    sums=place.sums,
-                    state=place.elements * self.training.state_item(value),
+                    sums=tuple(
+                        axis for axis, size in self.sizes.items() if size > 1 and layout.placement(axis) == REPLICATE
+                    ),
+                    state=elements * self.training.state_item(value),
                     wider=self.training.true_item(value) / ITEM_SIZE.get(value.dtype, 4),
-                    level=place.level,
-                    parts=place.parts,
+                    level=parameter.zero[0][1] if parts > 1 else 0,
+                    parts=parts,
                 )
             )
 
-    def _stored(
-        self, uses: tuple[Layout, ...], shape: tuple[int, ...], levels: tuple[tuple[str, int], ...], trainable: bool
-    ) -> StoredAlike:
-        layout = parameter_layout(uses, self.mesh, len(shape))
-        for axis, _ in levels if uses else ():
-            layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
-        zero = [entry for entry in levels if not trainable or layout.placement(entry[0]) == REPLICATE]
-        local = layout.local_shape(shape, self.sizes, dict.fromkeys(self.mesh.names, 0))
-        parts = 1
-        for axis, _ in zero:
-            if max(local, default=0) > 1:
-                parts *= self.sizes[axis]
-        return StoredAlike(
-            layout=layout if trainable else forget_gradient(layout),
-            elements=local_elements(shape, layout, self.mesh),
-            sums=tuple(
-                axis.name for axis in self.mesh.axes if axis.size > 1 and layout.placement(axis.name) == REPLICATE
-            ),
-            level=zero[0][1] if zero and parts > 1 else 0,
-            parts=parts,
+    def _step(self, op: Op) -> RankStep:
+        inputs = [self.numbers[name] for name in op.inputs]
+        outputs = [self._new(name) for name in op.outputs]
+        if op.target.startswith("comm."):
+            return self._reshard(op, inputs, outputs)
+        if reshard_kind(op) is not None:
+            return self._linears(op, inputs, outputs)
+        if op.name not in self.analysis.signatures:  # lowering made it: a count of labels, a division by a count
+            back = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
+            return self._run(op, inputs, outputs, back, gradient=any(how is FRESH for how in back))
+        memory = self._look_at(op)
+        back = [*memory.flow.back]
+        back += [FRESH if self.values[name].gradient else NONE for name in op.inputs[len(back) :]]  # a folded bias
+        pairs = (*zip(inputs, memory.saved.inputs, strict=False), *zip(outputs, memory.saved.outputs, strict=True))
+        return self._run(
+            op,
+            inputs,
+            outputs,
+            back,
+            saved=list(dict.fromkeys(number for number, is_saved in pairs if is_saved)),
+            extra=memory.saved.extra,
+            work=memory.flow.forward,
+            backward_work=memory.flow.backward,
+            shares=op.name in self.strides.views,
+            gradient=memory.gradient,
         )
 
-    def _new(self, name: str, layout: Layout, fixed: bool = False) -> int:
-        value = self.graph.values[name]
-        key = (value.shape, layout)
-        if key not in self.elements:
-            self.elements[key] = local_elements(value.shape, layout, self.mesh)
-        size = self.elements[key] * self.training.item(value)
-        self.program.tensors.append(RankTensor(size, value.gradient, value.shape, _word(name), fixed=fixed))
-        return len(self.program.tensors) - 1
+    def _run(self, op: Op, inputs: list[int], outputs: list[int], back: list[GradientFlow], **memory: Any) -> RankStep:
+        return RankStep(op.name, inputs, outputs, back, region=op.region, scope=layer_of(op.module_path), **memory)
 
-    def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
-        value = self.graph.values[name]
-        item = ITEM_SIZE.get(value.dtype, 4)
-        goals = self.uses[name]
-        if all(goal is layout or goal == layout for goal in goals):  # the common case, without a search
-            root = LayoutForm(layout=layout)
-            self.forms[name] = {layout if value.gradient else forget_gradient(layout): root}
-        else:
-            root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
-        self.alive.append(root)
-        number = self.numbers[id(root)] = self._new(name, layout, fixed)
-        return number
-
-    def _use(self, name: str, layout: Layout, op: Op | None) -> int:
-        value = self.graph.values[name]
-        return self._form(name, self.forms[name][layout if value.gradient else forget_gradient(layout)], op)
-
-    def _form(self, name: str, form: LayoutForm, op: Op | None) -> int:
-        """The tensor of a form, reshards placed before it."""
-        known = self.numbers.get(id(form))
-        if known is not None:
-            return known
-        assert form.parent is not None and form.step is not None
-        source = self._form(name, form.parent, op)
-        step, tensors = form.step, self.program.tensors
-        constant = name in self.analysis.constants
-        produced = self._new(name, form.layout, fixed=constant)
-        self.numbers[id(form)] = produced
-        self.alive.append(form)
-        before, after = tensors[source].bytes, tensors[produced].bytes
-        axis_size = self.sizes[step.axes[0]]
-        sharding = step.sharding
-        simple = sharding is None or sharding.simple(axis_size)
-        sizes = (max(before, after), min(before, after))
-        memory = reshard_memory(step.kind, *sizes, simple, step.dim == 0, self.copies)
-        gradient = tensors[produced].gradient
-        self.program.steps.append(
-            RankStep(
-                name=f"{op.name if op else name} < {step.kind}",
-                kind=step.kind,
-                inputs=[source],
-                outputs=[produced],
-                back=[memory.back if gradient else GradientFlow.NONE],
-                saved=[],
-                work=memory.forward,
-                backward_work=memory.backward,
-                shares=memory.shares,
-                region=self._region(op) if op else None,
-                gradient=gradient,
-                scope=layer_of(op.module_path) if op else "",
-            )
-        )
-        return produced
-
-    def _region(self, op: Op) -> str | None:
-        if op.region is not None:
-            return op.region
-        path = op.module_path
-        if path not in self.regions:
-            self.regions[path] = next((prefix for prefix in prefixes(path) if prefix in self.recompute), None)
-        return self.regions[path]
-
-    def _place(self, op: Op) -> None:
-        inputs, outputs = self.placed[op.name]
-        numbers = [self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True)]
-        shared = op.name in self.strides.views
-        if op.name in self.constant:
-            for name, layout in zip(op.outputs, outputs, strict=True):
-                self._produce(name, layout, fixed=True)
-                if not shared and any(user.name not in self.constant for user, _ in self.graph.users[name]):
-                    self.program.constants += self.graph.values[name].bytes
-            return
-        saved, memory, gradient = self._look_at(op)
-        produced = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
-        pairs = (*zip(numbers, saved.inputs, strict=True), *zip(produced, saved.outputs, strict=True))
-        self.program.steps.append(
-            RankStep(
-                name=op.name,
-                kind=op_kind(op.target),
-                inputs=numbers,
-                outputs=produced,
-                back=list(memory.back),
-                saved=list(dict.fromkeys(number for number, is_saved in pairs if is_saved)),
-                extra=saved.extra,
-                work=memory.forward,
-                backward_work=memory.backward,
-                shares=shared,
-                region=self._region(op),
-                gradient=gradient,
-                scope=layer_of(op.module_path),
-            )
-        )
-
-    def _look_at(self, op: Op) -> tuple[SavedForBackward, Flow, bool]:
-        """What is kept of an op, what its work is, and whether it has a backward."""
-        values, choice, signature = self.graph.values, self._choice(op), self.analysis.signatures[op.name]
-        flat = [self.strides.flat(name, values[name].shape) for name in op.inputs]
-        key = (signature.kind, tuple(flat), tuple(choice.items()))
+    def _look_at(self, op: Op) -> OpMemory:
+        """What is saved of an op, what its work is, and whether it has a backward."""
+        signature = self.analysis.signatures[op.name]
+        choice, own = self.choices.get(op.name, {}), signature.op
+        flat = [self.strides.flat(name, self.values[name].shape) for name in own.inputs]
+        key = (signature.kind, op.target, tuple(flat), tuple(choice.items()))
         if key not in self.known:
             call = local_call(signature, choice, self.mesh, self.training)
-            self.known[key] = saved_for_backward(call, signature, flat), flow(call, signature), call.gradient
+            if op.target.startswith("aten.") and len(op.inputs) == len(own.inputs):  # a mean may have become a sum
+                call = replace(call, op=replace(own, target=op.target))
+            saved = saved_for_backward(call, signature, flat)
+            if len(op.outputs) != len(own.outputs):  # those of its results that the rank has
+                left = zip(own.outputs, saved.outputs, strict=True)
+                saved = replace(saved, outputs=tuple(is_saved for name, is_saved in left if name in op.outputs))
+            self.known[key] = OpMemory(saved, flow(call, signature), call.gradient)
         return self.known[key]
 
+    def _reshard_memory(self, op: Op) -> ReshardMemory:
+        sizes = [self._elements(name) * self.training.item(self.values[name]) for name in (op.inputs[0], op.outputs[0])]
+        sharding = op.argument("sharding")
+        simple = sharding is None or sharding.simple(math.prod(self.sizes[axis] for axis in op.argument("axes")))
+        kind = op.target.removeprefix("comm.")
+        return reshard_memory(kind, max(sizes), min(sizes), simple, op.argument("dim") == 0, self.copies)
 
-_SUFFIX = re.compile(r"(_\d+)+$")
+    def _reshard(self, op: Op, inputs: list[int], outputs: list[int]) -> RankStep:
+        memory, gradient = self._reshard_memory(op), self.values[op.outputs[0]].gradient
+        return RankStep(
+            name=op.name.rpartition(" ")[0],
+            inputs=inputs,
+            outputs=outputs,
+            back=[memory.back if gradient else NONE],
+            work=memory.forward,
+            backward_work=memory.backward,
+            shares=memory.shares or bool(op.argument("in_place")),
+            region=op.region,
+            gradient=gradient,
+            scope=layer_of(op.module_path),
+        )
+
+    def _linears(self, op: Op, inputs: list[int], outputs: list[int]) -> RankStep:
+        """Linears joined with the reshard before them: what is gathered for them is gathered again in backward."""
+        weights = inputs[1:]
+        back = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
+        if reshard_kind(op) == "replicate":
+            return self._run(op, inputs, outputs, back, saved=inputs)
+        axes, sharding, tensors = op.argument("axes"), op.argument("sharding"), self.result.tensors
+        parts = math.prod(self.sizes[axis] for axis in axes)
+        shard = tensors[inputs[0]].bytes
+        full = shard * sharding.elements / sharding.local(parts, 0)
+        simple = sharding.simple(parts)
+        gather = reshard_memory("all_gather_to_r", full, shard, simple, op.argument("dim") == 0, self.copies)
+        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back[1:], strict=True) if how is FRESH)
+        again = max(full + gather.backward - of_weights, full)
+        return self._run(op, inputs, outputs, back, saved=weights, extra=full, work=gather.forward, backward_work=again)
 
 
 @lru_cache(maxsize=2**16)
 def _word(name: str) -> str:
-    return _SUFFIX.sub("", name)
+    return _SUFFIX.sub("", graph_value(name))

@@ -210,7 +210,8 @@ class Placer:
         inputs, outputs = self.placed[op.name]
         self._enter(self.regions.get(op.name))
         names = tuple(self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True))
-        self._add(replace(op, inputs=names, region=self.region))
+        as_it_is = names == op.inputs and op.region == self.region
+        self._add(op if as_it_is else replace(op, inputs=names, region=self.region))
         for name, layout in zip(op.outputs, outputs, strict=True):
             self._produce(name, layout)
 

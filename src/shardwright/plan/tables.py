@@ -12,6 +12,7 @@ import numpy as np
 from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
+from ..lower import PlacementTask, Placer, transform
 from ..reshard import forget_gradient
 from ..rules.replica_axes import batch_layout
 from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
@@ -217,9 +218,15 @@ class Tables:
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
-        return simulate_memory(
-            self.analysis, self.mesh, choices, storage, self.training, recompute, traits=self.moves.traits
+        task = PlacementTask(
+            graph=self.analysis.graph,
+            analysis=self.analysis,
+            mesh=self.mesh,
+            choices=choices,
+            storage=storage,
+            recompute=tuple(recompute),
         )
+        return simulate_memory(transform(Placer(task)), self.training, self.moves.traits)
 
     # -- the way back ----------------------------------------------------------------------
 
