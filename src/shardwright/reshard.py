@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -313,7 +313,7 @@ class LayoutForm:
 
 def forms_of(
     produced: Layout,
-    goals: Iterable[Layout],
+    goals: Sequence[Layout],
     shape: Sequence[int],
     item_size: int,
     sizes: Mapping[str, int],
@@ -328,10 +328,10 @@ def forms_of(
         return find_reshards(starts, goal, shape, item_size, sizes, gradient)
 
     root = LayoutForm(layout=produced if gradient else forget_gradient(produced))
+    if all(goal is produced for goal in goals):  # nearly always: equal layouts are one
+        return root, {root.layout: root}
     known, by_use = [root], dict[Layout, LayoutForm]()
     wanted = {goal if gradient else forget_gradient(goal) for goal in goals}
-    if wanted <= {root.layout}:  # nearly always, so that no steps are looked for
-        return root, dict.fromkeys(wanted, root)
     for goal in sorted(wanted, key=lambda goal: (steps([root.layout], goal)[2], str(goal), repr(goal))):
         index, path, _ = steps([form.layout for form in known], goal)
         form = known[index]

@@ -5,7 +5,7 @@ from .algorithm_collectives import algorithm_collectives
 from .call import local_call, local_elements, work_parts
 from .memory_timeline import MemoryPeak, simulate_memory
 from .saved_for_backward import saved_bytes, saved_for_backward
-from .strides import Strides, is_view, strides_of
+from .strides import Strides, strides_of
 from .time import OpTime, join_time, op_time, update_time
 from .training import ON_CPU, ON_GPU, STATES, BackendTraits, TrainingSetup, backend_traits
 from .work import flops, is_matmul, training_flops
@@ -27,7 +27,6 @@ __all__ = [
     "backend_traits",
     "flops",
     "is_matmul",
-    "is_view",
     "join_time",
     "local_call",
     "local_elements",

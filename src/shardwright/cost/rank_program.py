@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 from ..ir import Op
@@ -19,6 +21,7 @@ from ..layout import REPLICATE, Layout
 from ..lower import LoweredProgram, reshard_kind
 from ..lower.program import graph_value
 from ..lower.tidy import SHARES
+from ..ops import spec_of
 from ..ops.contexts import SavedForBackward
 from .call import local_call, local_elements
 from .flow import Flow, GradientFlow, ReshardMemory, flow, reshard_memory
@@ -49,7 +52,7 @@ class RankStep:
     name: str
     inputs: list[int]
     outputs: list[int]
-    back: list[GradientFlow]
+    back: Sequence[GradientFlow]
     saved: list[int] = field(default_factory=list)
     extra: float = 0.0
     work: float = 0.0
@@ -112,10 +115,12 @@ class RankProgram:
 
 def read_program(program: LoweredProgram, training: TrainingSetup, traits: BackendTraits = ON_CPU) -> RankProgram:
     """The steps of the first rank, one for each op."""
-    return _Reader(program, training, traits).run()
+    return ProgramReader(program, training, traits).run()
 
 
-class _Reader:
+class ProgramReader:
+    """Reads a lowered program, op by op."""
+
     def __init__(self, program: LoweredProgram, training: TrainingSetup, traits: BackendTraits) -> None:
         self.program, self.training, self.copies = program, training, traits.copies
         self.analysis, self.mesh, self.sizes = program.analysis, program.mesh, program.mesh.sizes
@@ -205,38 +210,41 @@ class _Reader:
         if reshard_kind(op) is not None:
             return self._linears(op, inputs, outputs)
         if op.name not in self.analysis.signatures:  # lowering made it: a count of labels, a division by a count
-            back = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
-            return self._run(op, inputs, outputs, back, gradient=any(how is FRESH for how in back))
+            fresh = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
+            return self._run(op, inputs, outputs, fresh, gradient=FRESH in fresh)
         memory = self._look_at(op)
-        back = [*memory.flow.back]
-        back += [FRESH if self.values[name].gradient else NONE for name in op.inputs[len(back) :]]  # a folded bias
-        pairs = (*zip(inputs, memory.saved.inputs, strict=False), *zip(outputs, memory.saved.outputs, strict=True))
-        return self._run(
-            op,
-            inputs,
-            outputs,
-            back,
-            saved=list(dict.fromkeys(number for number, is_saved in pairs if is_saved)),
+        saved = [*compress(inputs, memory.saved.inputs), *compress(outputs, memory.saved.outputs)]
+        back = memory.flow.back
+        if len(op.inputs) > len(back):  # a folded bias, or a count
+            back = (*back, *(FRESH if self.values[name].gradient else NONE for name in op.inputs[len(back) :]))
+        return RankStep(
+            name=op.name,
+            inputs=inputs,
+            outputs=outputs,
+            back=back,
+            saved=saved if len(saved) < 2 else list(dict.fromkeys(saved)),
             extra=memory.saved.extra,
             work=memory.flow.forward,
             backward_work=memory.flow.backward,
             shares=op.name in self.strides.views,
+            region=op.region,
             gradient=memory.gradient,
+            scope=layer_of(op.module_path),
         )
 
-    def _run(self, op: Op, inputs: list[int], outputs: list[int], back: list[GradientFlow], **memory: Any) -> RankStep:
+    def _run(self, op: Op, inputs: list[int], outputs: list[int], back: Sequence[GradientFlow], **memory: Any) -> RankStep:
         return RankStep(op.name, inputs, outputs, back, region=op.region, scope=layer_of(op.module_path), **memory)
 
     def _look_at(self, op: Op) -> OpMemory:
         """What is saved of an op, what its work is, and whether it has a backward."""
         signature = self.analysis.signatures[op.name]
         choice, own = self.choices.get(op.name, {}), signature.op
-        flat = [self.strides.flat(name, self.values[name].shape) for name in own.inputs]
-        key = (signature.kind, op.target, tuple(flat), tuple(choice.items()))
+        flat = self.strides.flat_inputs(own, self.values)
+        key = (signature.kind, op.target, flat, tuple(choice.items()))
         if key not in self.known:
             call = local_call(signature, choice, self.mesh, self.training)
-            if op.target.startswith("aten.") and len(op.inputs) == len(own.inputs):  # a mean may have become a sum
-                call = replace(call, op=replace(own, target=op.target))
+            if spec_of(op.target).saved is not None and len(op.inputs) == len(own.inputs):
+                call = replace(call, op=replace(own, target=op.target))  # a mean may have become a sum
             saved = saved_for_backward(call, signature, flat)
             if len(op.outputs) != len(own.outputs):  # those of its results that the rank has
                 left = zip(own.outputs, saved.outputs, strict=True)
