@@ -232,7 +232,7 @@ class ProgramReader:
             scope=layer_of(op.module_path),
         )
 
-    def _run(self, op: Op, inputs: list[int], outputs: list[int], back: Sequence[GradientFlow], **memory: Any) -> RankStep:
+    def _run(self, op: Op, inputs: list[int], outputs: list[int], back: list[GradientFlow], **memory: Any) -> RankStep:
         return RankStep(op.name, inputs, outputs, back, region=op.region, scope=layer_of(op.module_path), **memory)
 
     def _look_at(self, op: Op) -> OpMemory:
