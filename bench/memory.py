@@ -36,7 +36,8 @@ from torch.profiler import ProfilerActivity
 import shardwright as sw
 from shardwright.capture import capture
 from shardwright.compile import copy_to_meta
-from shardwright.cost import MemoryPeak, TrainingSetup, simulate_memory
+from shardwright.cost import TrainingSetup
+from shardwright.memory import MemoryPeak, simulate_memory
 from shardwright.plan.lowering import lower
 from shardwright.planning import make_plan
 from shardwright.probe import probing

@@ -7,6 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardwright.cluster import find
+from shardwright.cost.reshard_prices import BytePrices, prices_of
+from shardwright.cost.reshard_search import cheapest_tree, find_reshards, step_price
 from shardwright.errors import LayoutError
 from shardwright.layout import (
     INVARIANT,
@@ -21,7 +24,7 @@ from shardwright.layout import (
     make_shard,
     replicated,
 )
-from shardwright.reshard import find_reshards, forget_gradient, reordered, reshard_cost, same_placement
+from shardwright.reshard import forget_gradient, reordered, same_placement
 from tests.layout.drawn import factored, few, layouts, meshes, numbered, piece, shape_of
 from tests.layout.simulated import FORWARD, assert_lies, backward, forward, spread
 
@@ -36,8 +39,16 @@ def conversions(draw):
 
 
 def steps_between(start: Layout, goal: Layout, shape, sizes, gradient: bool = True):
-    _, steps, _ = find_reshards([start], goal, shape, 4, sizes, gradient)
-    return steps
+    return find_reshards(start, goal, shape, 4, BytePrices(sizes), gradient).steps
+
+
+@st.composite
+def priced_conversions(draw):
+    """A conversion, and the steps of it by bytes or on a cluster; from two nodes on paths differ with the bytes."""
+    mesh, shape, start, goal = draw(conversions())
+    cluster, item = draw(st.sampled_from([None, "cpu:27", "9x3xA100-80GB"])), draw(st.sampled_from([4, 2**16, 2**26]))
+    prices = prices_of(mesh, find(cluster) if cluster else None)
+    return mesh, shape, start, goal, find_reshards(start, goal, shape, item, prices, True).steps
 
 
 def kinds(steps) -> list[str]:
@@ -48,37 +59,32 @@ def kinds(steps) -> list[str]:
 
 
 @few
-@given(conversions())
+@given(priced_conversions())
 def test_there_is_a_way_between_any_two_layouts_and_it_brings_the_value_there(case):
-    mesh, shape, start, goal = case
+    mesh, shape, start, goal, steps = case
     random = np.random.default_rng(0)
     value = random.integers(-99, 99, shape)
-
-    steps = steps_between(start, goal, shape, mesh.sizes)
 
     assert_lies(forward(steps, spread(value, start, mesh, random), mesh), value, goal, mesh)
 
 
 @few
-@given(conversions())
+@given(priced_conversions())
 def test_on_the_way_back_the_gradient_arrives_in_the_layout_that_the_start_promises(case):
-    mesh, shape, start, goal = case
+    mesh, shape, start, goal, steps = case
     random = np.random.default_rng(0)
     gradient = random.integers(-99, 99, shape)
-
-    steps = steps_between(start, goal, shape, mesh.sizes)
 
     held = spread(gradient, goal.gradient(), mesh, random)
     assert_lies(backward(steps, held, mesh), gradient, start.gradient(), mesh)
 
 
 @few
-@given(conversions())
+@given(priced_conversions())
 def test_every_step_on_the_way_ends_in_the_layout_it_names(case):
-    mesh, shape, start, goal = case
+    mesh, shape, start, _, steps = case
     random = np.random.default_rng(0)
     value = random.integers(-99, 99, shape)
-    steps = steps_between(start, goal, shape, mesh.sizes)
     held = spread(value, start, mesh, random)
 
     for step in steps:
@@ -106,28 +112,54 @@ def test_no_way_is_dearer_than_the_one_through_whole(case):
     mesh, shape, start, goal = case
     middle = replicated(len(shape))
 
-    _, steps, cost = find_reshards([start], goal, shape, 4, mesh.sizes, True)
-    there = find_reshards([start], middle, shape, 4, mesh.sizes, True)[2]
-    back = find_reshards([middle], goal, shape, 4, mesh.sizes, True)[2]
+    prices = BytePrices(mesh.sizes)
 
-    assert cost <= there + back + 1e-6
+    path = find_reshards(start, goal, shape, 4, prices, True)
+    there = find_reshards(start, middle, shape, 4, prices, True)
+    back = find_reshards(middle, goal, shape, 4, prices, True)
+
+    assert path.cost <= there.cost + back.cost + 1e-6
     before, total = start, 0.0
-    for step in steps:
-        total += reshard_cost(step, before, float(np.prod(shape) * 4), mesh.sizes, True)
+    for step in path.steps:
+        total += sum(step_price(step, before, float(np.prod(shape) * 4), prices, True))
         before = step.after
-    assert total == pytest.approx(cost)
+    assert total == pytest.approx(path.cost)
+
+
+# Several uses.
+
+
+@st.composite
+def uses(draw):
+    mesh, factors = draw(meshes()), draw(factored())
+    goals = [draw(layouts(mesh, factors)) for _ in range(draw(st.integers(1, 4)))]
+    return mesh, shape_of(factors), draw(layouts(mesh, factors)), list(dict.fromkeys(goals))
 
 
 @few
-@given(conversions())
-def test_from_several_starts_the_nearest_is_taken(case):
-    mesh, shape, start, goal = case
+@given(uses(), st.sampled_from([None, "9x3xA100-80GB"]), st.sampled_from([4, 2**26]))
+def test_a_tree_gives_each_use_its_layout_and_the_producer_the_sum_of_their_gradients(case, cluster, item):
+    mesh, shape, start, goals = case
+    random = np.random.default_rng(0)
+    value, *gradients = (random.integers(-99, 99, shape) for _ in range(len(goals) + 1))
+    prices = prices_of(mesh, find(cluster) if cluster else None)
 
-    index, steps, cost = find_reshards([start, goal], goal, shape, 4, mesh.sizes, True)
+    tree = cheapest_tree(start, goals, shape, item, prices, True)
 
-    assert cost == 0.0
-    assert steps == ()
-    assert index == 1 or same_placement(start, goal, mesh.sizes)
+    forms = [spread(value, start, mesh, random)]
+    for parent, step in tree.branches:
+        forms.append(forward([step], forms[parent], mesh))
+    backs = [dict.fromkeys(mesh.devices, 0) for _ in forms]
+    for goal, gradient in zip(goals, gradients, strict=True):
+        assert_lies(forms[tree.ends[goal]], value, goal, mesh)
+        terms = spread(gradient, goal.gradient(), mesh, random)
+        backs[tree.ends[goal]] = {device: backs[tree.ends[goal]][device] + terms[device] for device in mesh.devices}
+    for at in reversed(range(1, len(forms))):
+        if not all(np.isscalar(array) for array in backs[at].values()):
+            parent, step = tree.branches[at - 1]
+            terms = backward([step], backs[at], mesh)
+            backs[parent] = {device: backs[parent][device] + terms[device] for device in mesh.devices}
+    assert_lies(backs[0], sum(gradients), start.gradient(), mesh)
 
 
 # The table of section 4: one axis, one step.
@@ -170,7 +202,8 @@ def test_a_bias_that_is_only_sent_through_is_not_summed_and_cut_in_two_steps():
 
     assert step.kind == "reduce_scatter"
     assert kinds(naive) == ["all_reduce", "shard"]
-    assert reshard_cost(step, AT["P"], 1e9, {"tp": 2}, False) < reshard_cost(naive[0], AT["P"], 1e9, {"tp": 2}, False)
+    prices = BytePrices({"tp": 2})
+    assert sum(step_price(step, AT["P"], 1e9, prices, False)) < sum(step_price(naive[0], AT["P"], 1e9, prices, False))
 
 
 def test_a_cut_of_other_blocks_on_the_same_dim_is_gathered_and_taken_anew():
@@ -187,6 +220,43 @@ def test_a_maximum_is_reduced_as_a_maximum_and_never_scattered():
 
     assert kinds(steps) == ["reduce", "shard"]
     assert steps[0].reduction == "max"
+
+
+BOTH = {"dp": 2, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("placement", "there", "back"),
+    [(INVARIANT, "all_gather", "shard"), (REPLICATE, "all_gather_to_r", "shard_from_r")],
+)
+def test_shards_of_two_axes_that_are_one_together_are_gathered_and_taken_at_once(placement, there, back):
+    split = make_layout([[contiguous_shard(DP, 8), make_shard(Axis(name="tp", size=4), [Block(1, 4, 1)])]])
+    copies = make_layout([[]], {"dp": placement, "tp": placement})
+
+    (gather,) = steps_between(split, copies, (8,), BOTH)
+    (take,) = steps_between(copies, split, (8,), BOTH)
+
+    assert (gather.kind, gather.axes, gather.sharding.blocks) == (there, ("dp", "tp"), (Block(1, 8, 1),))
+    assert (take.kind, take.axes, take.sharding.blocks) == (back, ("dp", "tp"), (Block(1, 8, 1),))
+
+
+def test_shards_of_two_factors_are_gathered_one_after_the_other():
+    """Heads, and the width in each: no one shard over both axes leaves a device with that."""
+    heads, width = make_shard(Axis(name="tp", size=4), [Block(1, 8, 2)]), make_shard(DP, [Block(2, 2, 1)])
+
+    steps = steps_between(make_layout([[heads, width]]), replicated(1), (16,), BOTH)
+
+    assert kinds(steps) == ["all_gather", "all_gather"]
+
+
+def test_a_major_shard_is_added_under_a_minor_one_of_another_factor():
+    """dp comes last, though the goal has it first, so that tp is gathered by half as much."""
+    goal = make_layout([[make_shard(DP, [Block(1, 2, 4)]), make_shard(Axis(name="tp", size=4), [Block(1, 4, 1)])], []])
+    start = make_layout([[make_shard(Axis(name="tp", size=4), [Block(2, 4, 1)])], []])
+
+    (step,) = steps_between(start, goal, (8, 3), BOTH)
+
+    assert (step.kind, step.axes, step.sharding.blocks, step.after) == ("shard", ("dp",), (Block(1, 2, 1),), goal)
 
 
 def test_only_the_minor_most_axis_of_a_dim_is_gathered_directly():

@@ -27,8 +27,8 @@ from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
 from .runtime.optimizer.adopt import Optimizers
 from .runtime.parameters.gradient_sync import GradientSync, check_alone
-from .runtime.parameters.spec import ParameterSpec, wanted_groups
 from .runtime.world import Groups, World
+from .storage import ParameterSpec, wanted_groups
 
 Parts = Sequence[str] | Mapping[str, PlanLike]
 
@@ -138,7 +138,13 @@ def _average(
     mesh, axes = replicas[0]
     layouts = {key: make_layout([[] for _ in p.shape], dict.fromkeys(axes, REPLICATE)) for key, p in rest.items()}
     specs = [
-        ParameterSpec(keys=(key,), shape=tuple(p.shape), dtype=p.dtype, layout=layouts[key], trainable=p.requires_grad)
+        ParameterSpec(
+            keys=(key,),
+            shape=tuple(p.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            layout=layouts[key],
+            trainable=p.requires_grad,
+        )
         for key, p in rest.items()
     ]
     groups = Groups(mesh, [*wanted_groups(specs, mesh), axes], apart=True)

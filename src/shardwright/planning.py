@@ -82,7 +82,10 @@ def make_plan(
     if plan.size != world:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
-    return priced(plan, analysis, setting) if setting is not None and not plan.is_pipeline else plan
+    if setting is None:
+        return plan
+    plan = replace(plan, made_for=setting.cluster)
+    return plan if plan.is_pipeline else priced(plan, analysis, setting)
 
 
 def _check_batching(plan: Plan, requested: Batching) -> None:
@@ -119,7 +122,7 @@ def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointRes
         )
     with without_collection():
         result = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
-        return replace(result, plan=_told(result, analysis, setting))
+        return replace(result, plan=replace(_told(result, analysis, setting), made_for=setting.cluster))
 
 
 def _told(result: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:

@@ -1,4 +1,4 @@
-"""How a value gets from one layout to another: reshards on one axis each, and the cheapest way through them.
+"""How a value gets from one layout to another: the reshards that exist, each one collective forward and backward.
 
 What a reshard does forward decides what it does backward, because a layout carries its gradient's
 layout with it (I invariant, R replicate, P partial, S shard):
@@ -17,28 +17,37 @@ layout with it (I invariant, R replicate, P partial, S shard):
     I -> P       zero but on one  -                  partial            comm.partial(x, g)
     R -> I       -                zero but on one    invariant          comm.invariant(x, g)
 
-A partial maximum or minimum has one reshard, `reduce`, and no gradient.
+A partial maximum or minimum has one reshard, `reduce`, and no gradient. Over several axes at once (one group of their
+product) go sums of one kind, and all_gather, shard, reduce_scatter and zero_pad of shards that are one shard together.
 
-Shards of one dim are ordered: only the minor-most can be taken off, and a new one is always minor. Where
-two of them split different factors of a dim, their order does not matter, and `reordered` says so.
+Shards of one dim are ordered, and a step takes off or adds the minor-most. Where two of them take different factors
+of the dim their order is only a way to write them (`reordered`, `applied_after`), so either can be first. Where they
+take the same factor, one has to be gathered before the other can come.
+
+Which of the paths through these steps is taken is a matter of prices: `cost.reshard_search`.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import count
+from itertools import combinations
 from typing import Literal
 
-from .errors import LayoutError
-from .layout import INVARIANT, REPLICATE, Block, Layout, Mesh, Partial, Placement, Shard, make_layout, replicated
-
-LATENCY = 20_000.0
-"""What starting a collective costs, in bytes that could have been moved meanwhile."""
-
+from .layout import (
+    INVARIANT,
+    MB,
+    REPLICATE,
+    Block,
+    Layout,
+    Mesh,
+    Partial,
+    Placement,
+    Shard,
+    join_shards,
+    make_layout,
+    replicated,
+)
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: dict[str, tuple[Collective | None, Collective | None]] = {  # step: collective forward, backward
@@ -56,11 +65,13 @@ COLLECTIVES: dict[str, tuple[Collective | None, Collective | None]] = {  # step:
     "invariant": (None, None),
     "reduce": ("all_reduce", None),
 }
+SUMS = ("all_reduce", "replicate", "all_reduce_to_r", "reduce")
+"""The kinds that any axes can do at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """One converter: the runtime's name for it, the axis, and where it cuts or joins."""
+    """One step: the runtime's name for it, the axes, and where it shards or joins."""
 
     kind: str
     axes: tuple[str, ...]
@@ -79,6 +90,9 @@ class Reshard:
     def sends(self) -> bool:
         """Whether it talks in forward, and not in backward only."""
         return COLLECTIVES[self.kind][0] is not None
+
+
+# The order of the shards of a dim.
 
 
 def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | None:
@@ -101,11 +115,9 @@ def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | N
 
 def _swap(major: Shard, minor: Shard, sizes: Mapping[str, int]) -> tuple[Shard, Shard] | None:
     """(minor, major) in the order in which the old minor one is applied first; None if they take one factor."""
+    if not _both_plain(major, minor, sizes):
+        return None
     parts, other = sizes[major.axis], sizes[minor.axis]
-    if any(shard.repeat != 1 or len(shard.blocks) != 1 for shard in (major, minor)):
-        return None
-    if not (major.even(parts) and minor.even(other)):
-        return None
     (a,), (b,) = major.blocks, minor.blocks
     inner = a.size // parts
     if b.outer % (a.outer * inner) == 0 and a.inner % (b.size * b.inner) == 0:  # minor lies inside
@@ -117,94 +129,111 @@ def _swap(major: Shard, minor: Shard, sizes: Mapping[str, int]) -> tuple[Shard, 
     return None
 
 
+def _both_plain(a: Shard, b: Shard, sizes: Mapping[str, int]) -> bool:
+    return all(s.repeat == 1 and len(s.blocks) == 1 and s.even(sizes[s.axis]) for s in (a, b))
+
+
+def applied_first(shards: Sequence[Shard], at: int, sizes: Mapping[str, int]) -> Shard | None:
+    """One of the shards of a dim, as it is written if it is applied before all others; None if it can't be."""
+    shard: Shard | None = shards[at]
+    for major in reversed(shards[:at]):
+        swapped = _swap(major, shard, sizes) if shard is not None else None
+        shard = swapped[0] if swapped is not None else None
+    return shard
+
+
+def applied_after(first: Shard, shard: Shard, sizes: Mapping[str, int]) -> Shard | None:
+    """A shard of the full dim, as it is written if `first` is applied before it; None if they take one factor."""
+    if not _both_plain(first, shard, sizes):
+        return None
+    (a,), (b,), parts = first.blocks, shard.blocks, sizes[first.axis]
+    if b.outer % (a.outer * a.size) == 0 and a.inner % (b.size * b.inner) == 0:  # it lies inside
+        return Shard(axis=shard.axis, blocks=(Block(b.outer // parts, b.size, b.inner),))
+    if a.outer % (b.outer * b.size) == 0 and b.inner % (a.size * a.inner) == 0:  # it lies outside
+        return Shard(axis=shard.axis, blocks=(Block(b.outer, b.size, b.inner // parts),))
+    return None
+
+
 def same_placement(a: Layout, b: Layout, sizes: Mapping[str, int]) -> bool:
     """Whether two layouts put the same elements in the same places."""
     if a == b:
         return True
-    if a.rest != b.rest or [{c.axis for c in d} for d in a.shards] != [{c.axis for c in d} for d in b.shards]:
+    if a.rest != b.rest:
         return False
-    for shards in b.shards:
-        for shard in shards:
-            moved = reordered(a, shard.axis, sizes)
-            if moved is None:
+    for ours, theirs in zip(a.shards, b.shards, strict=True):
+        if ours != theirs:
+            if {shard.axis for shard in ours} != {shard.axis for shard in theirs}:
                 return False
-            a = moved
-    return a == b
+            alone = [{applied_first(s, at, sizes) for at in range(len(s))} for s in (ours, theirs)]
+            if None in alone[0] or alone[0] != alone[1]:
+                return False
+    return True
 
 
-def local_bytes(layout: Layout, whole_bytes: float, sizes: Mapping[str, int]) -> float:
-    return whole_bytes / math.prod(sizes[shard.axis] for shards in layout.shards for shard in shards)
-
-
-def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mapping[str, int], gradient: bool) -> float:
-    """Bytes on the wire plus latency, both directions; a stand-in until a cluster says better."""
-    parts = math.prod(sizes[name] for name in step.axes)
-    ratio = (parts - 1) / parts
-    large = max(local_bytes(before, whole_bytes, sizes), local_bytes(step.after, whole_bytes, sizes))
-    forward, backward = {
-        "all_reduce": (2.0, 0.0), "replicate": (0.0, 2.0), "all_reduce_to_r": (2.0, 2.0), "all_gather": (1.0, 0.0),
-        "all_gather_to_r": (1.0, 1.0), "shard": (0.0, 1.0), "shard_from_r": (0.0, 0.0), "reduce_scatter": (1.0, 1.0),
-        "zero_pad": (0.0, 0.0), "all_to_all": (1.0 / parts, 1.0 / parts), "partial": (0.0, 0.0),
-        "invariant": (0.0, 0.0), "reduce": (2.0, 0.0),
-    }[step.kind]  # fmt: skip
-    cost = 0.01 * large + 1.0  # even a copy is not free
-    for part in (forward, backward if gradient else 0.0):
-        if part:
-            cost += part * ratio * large + LATENCY
-    return cost
+# The steps.
 
 
 def reshards_from(layout: Layout, goal: Layout, sizes: Mapping[str, int], gradient: bool) -> Iterator[Reshard]:
-    """Every useful step on one axis: towards what the goal has there, or to WHOLE on the way."""
+    """Every useful step: towards what the goal has on an axis, or to invariant on the way; and several at once."""
+    sums: dict[tuple[str, str], list[Reshard]] = {}
     for axis in sorted(layout.axes | goal.axes):
-        wanted, current = goal.shard_of(axis), layout.shard_of(axis)
-        if current is not None:
-            yield from _steps_from_split(layout, axis, current, wanted, goal.placement(axis), sizes, gradient)
-        else:
-            placement = layout.placement(axis)
-            assert placement is not None
-            yield from _steps_from_rest(layout, axis, placement, wanted, goal.placement(axis), gradient)
+        current = layout.placement(axis)
+        from_one = (
+            _steps_from_shard(layout, goal, axis, sizes, gradient)
+            if current is None
+            else _steps_from_copies(layout, goal, axis, current, sizes, gradient)
+        )
+        for step in from_one:
+            yield step
+            if step.kind in SUMS:
+                sums.setdefault((step.kind, step.reduction), []).append(step)
+    for steps in sums.values():
+        for count in range(2, len(steps) + 1):
+            for chosen in combinations(steps, count):
+                yield _sum_over_all(layout, chosen, sizes)
+    for dim in range(len(layout.shards)):
+        yield from _joins(layout, goal, dim, sizes, gradient)
+        yield from _splits(layout, goal, dim, sizes)
 
 
-def _steps_from_split(
-    layout: Layout,
-    axis: str,
-    current: tuple[int, Shard],
-    wanted: tuple[int, Shard] | None,
-    placement: Placement | None,
-    sizes: Mapping[str, int],
-    gradient: bool,
+def _steps_from_shard(
+    layout: Layout, goal: Layout, axis: str, sizes: Mapping[str, int], gradient: bool
 ) -> Iterator[Reshard]:
     moved = reordered(layout, axis, sizes)
-    if moved is None:
+    split = moved.shard_of(axis) if moved is not None else None
+    if moved is None or split is None:
         return
-    dim, shard = next((d, c) for d, shards in enumerate(moved.shards) for c in shards if c.axis == axis)
-    bare = moved.without_shard(axis)
-    yield Reshard(kind="all_gather", axes=(axis,), dim=dim, sharding=shard, after=bare)
-    if placement == REPLICATE and gradient:
-        yield Reshard(
-            kind="all_gather_to_r", axes=(axis,), dim=dim, sharding=shard, after=bare.with_placement(axis, REPLICATE)
-        )
-    if isinstance(placement, Partial) and placement.op == "sum":
-        yield Reshard(
-            kind="zero_pad", axes=(axis,), dim=dim, sharding=shard, after=bare.with_placement(axis, placement)
-        )
-    if wanted is not None and (to := _fits(bare, wanted)) is not None:
+    dim, shard = split
+    bare, wanted = moved.without_shard(axis), goal.shard_of(axis)
+    yield from _joined(bare, goal, (axis,), dim, shard, gradient)
+    if wanted is not None and wanted[0] != dim and (to := _next_shard(bare, goal, axis, sizes)) is not None:
         after = bare.with_shard(wanted[0], to)
-        if wanted[0] != dim:
-            yield Reshard(
-                kind="all_to_all", axes=(axis,), dim=dim, sharding=shard, to_dim=wanted[0], to_sharding=to, after=after
-            )
+        yield Reshard(
+            kind="all_to_all", axes=(axis,), dim=dim, sharding=shard, to_dim=wanted[0], to_sharding=to, after=after
+        )
 
 
-def _steps_from_rest(
-    layout: Layout,
-    axis: str,
-    current: Placement,
-    wanted: tuple[int, Shard] | None,
-    placement: Placement | None,
-    gradient: bool,
+def _joined(
+    bare: Layout, goal: Layout, axes: tuple[str, ...], dim: int, shard: Shard, gradient: bool
 ) -> Iterator[Reshard]:
+    """The steps that take shards off, which leave `bare`."""
+    yield Reshard(kind="all_gather", axes=axes, dim=dim, sharding=shard, after=bare)
+    wanted = {goal.placement(axis) for axis in axes}
+    if wanted == {REPLICATE} and gradient:
+        yield Reshard(kind="all_gather_to_r", axes=axes, dim=dim, sharding=shard, after=_placed(bare, axes, REPLICATE))
+    if wanted == {Partial("sum")}:
+        yield Reshard(kind="zero_pad", axes=axes, dim=dim, sharding=shard, after=_placed(bare, axes, Partial("sum")))
+
+
+def _placed(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout:
+    return make_layout(layout.shards, {**dict(layout.rest), **dict.fromkeys(axes, placement)})
+
+
+def _steps_from_copies(
+    layout: Layout, goal: Layout, axis: str, current: Placement, sizes: Mapping[str, int], gradient: bool
+) -> Iterator[Reshard]:
+    wanted = goal.placement(axis)
+
     def step(kind: str, to: Placement, reduction: str = "sum") -> Reshard:
         return Reshard(kind=kind, axes=(axis,), after=layout.with_placement(axis, to), reduction=reduction)
 
@@ -213,135 +242,87 @@ def _steps_from_rest(
         return
     if isinstance(current, Partial):
         yield step("all_reduce", INVARIANT)
-        if placement == REPLICATE and gradient:
+        if wanted == REPLICATE and gradient:
             yield step("all_reduce_to_r", REPLICATE)
     elif current == INVARIANT:
-        if placement == REPLICATE:
+        if wanted == REPLICATE:
             yield step("replicate", REPLICATE)
-        if isinstance(placement, Partial):
-            yield step("partial", placement)
+        if wanted == Partial("sum"):
+            yield step("partial", wanted)
     else:
         yield step("invariant", INVARIANT)
-    if wanted is not None and (to := _fits(layout, wanted)) is not None:
-        kind = "reduce_scatter" if isinstance(current, Partial) else "shard" if current == INVARIANT else "shard_from_r"
-        yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], sharding=to, after=layout.with_shard(wanted[0], to))
+    split = goal.shard_of(axis)
+    if split is not None and (to := _next_shard(layout, goal, axis, sizes)) is not None:
+        after = layout.with_shard(split[0], to)
+        yield Reshard(kind=_sharding_kind(current), axes=(axis,), dim=split[0], sharding=to, after=after)
 
 
-def _fits(layout: Layout, wanted: tuple[int, Shard]) -> Shard | None:
-    """The goal's cut, if it can be the next one on its dim as the layout is now."""
-    dim, shard = wanted
-    return shard if all(other.axis != shard.axis for other in layout.shards[dim]) else None
+def _sharding_kind(current: Placement) -> str:
+    return "reduce_scatter" if isinstance(current, Partial) else "shard" if current == INVARIANT else "shard_from_r"
 
 
-@lru_cache(maxsize=65536)
-def _search(
-    starts: tuple[tuple[Layout, float], ...],
-    goal: Layout,
-    shape: tuple[int, ...],
-    whole_bytes: float,
-    size_items: tuple[tuple[str, int], ...],
-    gradient: bool,
-) -> tuple[int, tuple[Reshard, ...], float]:
-    sizes = dict(size_items)
-    order = count()
-    queue: list[tuple[float, int, Layout, int, tuple[Reshard, ...]]] = []
-    for index, (start, cost) in enumerate(starts):
-        heapq.heappush(queue, (cost, next(order), start, index, ()))
-    done: set[Layout] = set()
-    while queue:
-        cost, _, layout, index, path = heapq.heappop(queue)
-        if same_placement(layout, goal, sizes):
-            return index, path, cost
-        if layout in done:
+def _next_shard(layout: Layout, goal: Layout, axis: str, sizes: Mapping[str, int]) -> Shard | None:
+    """The goal's shard of an axis as the next one on its dim, if it can be that as the layout is now."""
+    split = goal.shard_of(axis)
+    assert split is not None
+    wanted, present = goal.shards[split[0]], layout.shards[split[0]]
+    at = wanted.index(split[1])
+    if present == wanted[:at]:
+        return split[1]
+    shard = applied_first(wanted, at, sizes)
+    for other in present:
+        shard = applied_after(other, shard, sizes) if shard is not None else None
+    return shard
+
+
+def _sum_over_all(layout: Layout, steps: Sequence[Reshard], sizes: Mapping[str, int]) -> Reshard:
+    axes = {step.axes[0] for step in steps}
+    after = layout
+    for step in steps:
+        after = after.with_placement(step.axes[0], step.after.placement(step.axes[0]) or INVARIANT)
+    ordered = tuple(axis for axis in sizes if axis in axes)
+    return Reshard(kind=steps[0].kind, axes=ordered, after=after, reduction=steps[0].reduction)
+
+
+def _joins(layout: Layout, goal: Layout, dim: int, sizes: Mapping[str, int], gradient: bool) -> Iterator[Reshard]:
+    """The minor-most shards of a dim, taken off at once."""
+    shards = layout.shards[dim]
+    for start in range(len(shards) - 1):
+        joined = joint_shard(shards[start:], sizes)
+        if joined is not None:
+            axes = tuple(shard.axis for shard in shards[start:])
+            rows = tuple(shards[:start] if at == dim else every for at, every in enumerate(layout.shards))
+            yield from _joined(Layout(shards=rows, rest=layout.rest), goal, axes, dim, joined, gradient)
+
+
+def _splits(layout: Layout, goal: Layout, dim: int, sizes: Mapping[str, int]) -> Iterator[Reshard]:
+    """The next shards of the goal on a dim, added at once."""
+    wanted, present = goal.shards[dim], len(layout.shards[dim])
+    if wanted[:present] != layout.shards[dim]:
+        return
+    for end in range(present + 2, len(wanted) + 1):
+        shards = wanted[present:end]
+        axes = tuple(shard.axis for shard in shards)
+        current, joined = {layout.placement(axis) for axis in axes}, joint_shard(shards, sizes)
+        (placement,) = current if len(current) == 1 else (None,)
+        if joined is None or placement is None or (isinstance(placement, Partial) and placement.op != "sum"):
             continue
-        done.add(layout)
-        for step in reshards_from(layout, goal, sizes, gradient):
-            if _consistent(step.after, shape, sizes):
-                further = cost + reshard_cost(step, layout, whole_bytes, sizes, gradient)
-                heapq.heappush(queue, (further, next(order), step.after, index, (*path, step)))
-    raise LayoutError(f"no way from {starts[0][0]} to {goal} for a shape of {list(shape)}")
-
-
-def _consistent(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
-    """Whether every cut counts the elements that the cuts before it leave (on the first device)."""
-    for size, shards in zip(shape, layout.shards, strict=True):
+        after = layout
         for shard in shards:
-            if shard.elements != size:
-                return False
-            size = shard.local(sizes[shard.axis], 0)
-    return True
+            after = after.with_shard(dim, shard)
+        yield Reshard(kind=_sharding_kind(placement), axes=axes, dim=dim, sharding=joined, after=after)
 
 
-def find_reshards(
-    starts: Sequence[Layout],
-    goal: Layout,
-    shape: Sequence[int],
-    item_size: int,
-    sizes: Mapping[str, int],
-    gradient: bool,
-) -> tuple[int, tuple[Reshard, ...], float]:
-    """The cheapest steps to `goal` from any of `starts`: (which start, the steps, their cost)."""
-    if not gradient:
-        starts = [forget_gradient(layout) for layout in starts]
-        goal = forget_gradient(goal)
-    return _search(
-        tuple((layout, 0.0) for layout in starts),
-        goal,
-        tuple(shape),
-        float(math.prod(shape) * item_size),
-        tuple(sorted(sizes.items())),
-        gradient,
-    )
+def joint_shard(shards: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | None:
+    """Several shards of a dim as one over all their axes, which are ranks; None where there is no such."""
+    return None if any(shard.axis == MB for shard in shards) else join_shards(shards, sizes)
 
 
 def forget_gradient(layout: Layout) -> Layout:
-    """The layout of a value that has no gradient: FANNED means nothing there."""
+    """The layout of a value that has no gradient: there R is I."""
     if not any(placement == REPLICATE for _, placement in layout.rest):
         return layout
     return make_layout(layout.shards, {name: placement for name, placement in layout.rest if placement != REPLICATE})
-
-
-@dataclass(slots=True)
-class LayoutForm:
-    """A value in one layout, and the step that makes it from another form of the same value."""
-
-    layout: Layout
-    parent: LayoutForm | None = None
-    step: Reshard | None = None
-    name: str | None = None  # set by who places it, once it stands in a program
-
-
-def forms_of(
-    produced: Layout,
-    goals: Sequence[Layout],
-    shape: Sequence[int],
-    item_size: int,
-    sizes: Mapping[str, int],
-    gradient: bool,
-) -> tuple[LayoutForm, dict[Layout, LayoutForm]]:
-    """The form that is produced, and for each layout that a use wants its form.
-
-    They make a tree: uses are served in the order of their cost, each from the nearest form that is there already.
-    """
-
-    def steps(starts: list[Layout], goal: Layout) -> tuple[int, tuple[Reshard, ...], float]:
-        return find_reshards(starts, goal, shape, item_size, sizes, gradient)
-
-    root = LayoutForm(layout=produced if gradient else forget_gradient(produced))
-    if all(goal is produced for goal in goals):  # nearly always: equal layouts are one
-        return root, {root.layout: root}
-    known, by_use = [root], dict[Layout, LayoutForm]()
-    wanted = {goal if gradient else forget_gradient(goal) for goal in goals}
-    for goal in sorted(wanted, key=lambda goal: (steps([root.layout], goal)[2], str(goal), repr(goal))):
-        index, path, _ = steps([form.layout for form in known], goal)
-        form = known[index]
-        for step in path:
-            there = next((other for other in known if other.layout == step.after), None)
-            form = there or LayoutForm(layout=step.after, parent=form, step=step)
-            if there is None:
-                known.append(form)
-        by_use[goal] = form
-    return root, by_use
 
 
 def parameter_layout(uses: Sequence[Layout], mesh: Mesh, rank: int) -> Layout:

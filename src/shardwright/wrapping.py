@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import InputError, raise_all
+from .runtime.model.overrides import structure_faults
 from .runtime.model.wrappers import Unwrappable, wrapper_of
 from .runtime.parameters.replaced import ReplacedParameter
 from .runtime.parameters.sharded import ShardedParameter
@@ -37,7 +38,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             stacklevel=3,
         )
         model = inner
-    faults = [*_module_faults(model), *_tensor_faults(model)]
+    faults = [*structure_faults(model)] or [*_module_faults(model), *_tensor_faults(model)]
     raise_all(InputError, f"{type(model).__name__} can't be compiled as it is:", faults)
     return model
 

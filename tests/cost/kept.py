@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.compile import copy_to_meta
 from shardwright.cost import TrainingSetup
-from shardwright.cost.memory_timeline import MemoryTimeline
-from shardwright.cost.rank_program import read_program
 from shardwright.cost.training import ON_CPU
+from shardwright.memory.rank_program import read_program
+from shardwright.memory.timeline import MemoryTimeline
 from shardwright.plan.lowering import lower
 from shardwright.planning import make_plan
 from shardwright.probe import probing

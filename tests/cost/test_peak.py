@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.cost import ON_CPU, ON_GPU, MemoryPeak, TrainingSetup, simulate_memory
-from shardwright.cost.heap import ACTIVATION
-from shardwright.cost.memory_timeline import MemoryTimeline
-from shardwright.cost.rank_program import read_program
+from shardwright.cost import ON_CPU, ON_GPU, TrainingSetup
 from shardwright.lower import LoweredProgram
+from shardwright.memory import MemoryPeak, simulate_memory
+from shardwright.memory.heap import ACTIVATION
+from shardwright.memory.rank_program import read_program
+from shardwright.memory.timeline import MemoryTimeline
 from shardwright.plan.lowering import lower
 from shardwright.planning import make_plan
 from shardwright.rules import Analysis

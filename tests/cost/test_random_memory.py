@@ -15,21 +15,22 @@ from torch._subclasses import FakeTensor
 
 import shardwright as sw
 from shardwright.cluster import find
-from shardwright.cost import ON_CPU, ON_GPU, TrainingSetup, simulate_memory
-from shardwright.cost.heap import ACTIVATION
-from shardwright.cost.memory_timeline import MemoryTimeline
-from shardwright.cost.microbatch import rank_memory, simulate_stage_memory
-from shardwright.cost.rank_program import read_program
+from shardwright.cost import ON_CPU, ON_GPU, TrainingSetup
 from shardwright.errors import PlanError
 from shardwright.ir.recompute import layers_of
 from shardwright.layout import Axis, Mesh
 from shardwright.lower import LoweredProgram, PlacementTask, Placer, run, transform
+from shardwright.memory import rank_memory, simulate_memory, simulate_stage_memory
+from shardwright.memory.heap import ACTIVATION
+from shardwright.memory.rank_program import read_program
+from shardwright.memory.timeline import MemoryTimeline
 from shardwright.plan.auto import SearchOptions
 from shardwright.plan.constraints import read_constraints
 from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.lowering import lower, lower_pipeline
 from shardwright.planning import make_plan
 from shardwright.rules import FAN, Analysis, Choices
+from shardwright.storage import KINDS, SHARDED_KINDS
 from shardwright.verify.parity import ranks_of
 from tests.models.zoo import loss_of
 from tests.runtime.ranks import run_ranks
@@ -99,8 +100,8 @@ def random_task(seed: int) -> PlacementTask:
     analysis, draw = random_analysis(seed % 8), random.Random(seed)
     sizes = draw.choice(((2,), (4,), (2, 2), (4, 2)))
     mesh = Mesh(axes=tuple(Axis(name=f"a{at}", size=size) for at, size in enumerate(sizes)))
-    level = draw.choice((0, 0, 1, 2, 3))
-    storage = {item.key: ((draw.choice(mesh.names), level),) for item in analysis.graph.parameters} if level else {}
+    kind, parameters = draw.choice(KINDS), analysis.graph.parameters
+    storage = {item.key: kind((draw.choice(mesh.names),)) for item in parameters if kind in SHARDED_KINDS}
     recompute = tuple(path for path in layers_of(analysis.graph) if draw.random() < 0.3)
     choices = random_choices(analysis, mesh, draw)
     return PlacementTask(

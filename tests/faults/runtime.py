@@ -144,7 +144,7 @@ RUNTIME = (
         GRADIENTS,
     ),
     Fault(
-        "level 2 does not sum over the other axes",
+        "ZeRO-2 does not sum over the other axes",
         BUCKETS,
         "process_group.all_reduce(self.row, self.others).wait()",
         "pass",
@@ -160,8 +160,8 @@ RUNTIME = (
     Fault(
         "a share of a gradient is not added to those before",
         "runtime/parameters/zero3_shards.py",
-        "share.to(spec.true_dtype) if old is None else old.add_(share))",
-        "share.to(spec.true_dtype))",
+        "share.to(true_dtype(spec)) if old is None else old.add_(share))",
+        "share.to(true_dtype(spec)))",
         "runtime/test_zero3.py",
     ),
     Fault(

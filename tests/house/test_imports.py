@@ -10,36 +10,39 @@ from .source import SRC, Import, imports
 MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
+    "frozen_values": "",
     "precision": "errors",
     "layout": "errors",
     "control_flow": "",
     "reshard": "errors layout",
     "schedule": "errors layout",
     "ir": "errors layout",
-    "rules": "errors layout reshard ir",
+    "storage": "errors layout",
+    "rules": "errors layout storage reshard ir",
     "cluster": "errors layout",
     "ops": "errors layout ir rules cluster",
-    "capture": "errors batch_dim precision layout control_flow ir rules ops",
-    "lower": "errors layout reshard ir rules ops",
-    "cost": "errors layout reshard schedule ir rules cluster ops lower",
-    "plan": "errors layout reshard schedule ir rules cluster ops lower cost",
+    "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
+    "cost": "errors layout storage reshard schedule ir rules cluster ops",
+    "lower": "errors layout storage reshard ir rules ops cost",
+    "memory": "errors layout storage schedule ir rules ops cost lower",
+    "plan": "errors layout storage reshard schedule ir rules cluster ops cost lower memory",
     "probe": "errors layout ir rules ops capture lower",
-    "emit": "errors layout schedule ir rules ops lower",
-    "runtime": "errors batch_dim layout control_flow schedule",
+    "emit": "errors layout storage schedule ir rules ops lower",
+    "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors batch_dim precision layout reshard schedule ir rules capture cluster cost plan lower probe emit "
-        "runtime planning"
+        "errors batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster cost plan "
+        "lower probe emit runtime planning"
     ),
     "verify": (
-        "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
-        "compile wrapping"
+        "errors precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit runtime "
+        "planning compile wrapping"
     ),
     "rehearse": (
-        "errors precision layout schedule ir rules ops capture plan lower probe runtime planning compile verify"
+        "errors precision layout storage schedule ir rules ops capture plan lower probe runtime planning compile verify"
     ),
-    "compiled_parts": "errors layout capture plan lower runtime planning compile",
+    "compiled_parts": "errors layout storage capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
         "compile compiled_parts verify wrapping"
@@ -49,7 +52,7 @@ MAY_IMPORT = {
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules ops capture probe runtime verify",
-    "report": "errors layout reshard schedule ir rules cluster cost plan lower probe planning verify",
+    "report": "errors layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
     "lightning": "errors runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "",
@@ -59,7 +62,8 @@ MAY_IMPORT = {
     ),
 }
 NO_TORCH = frozenset(
-    "errors batch_dim precision layout reshard schedule ir rules ops cluster cost plan lower emit".split()
+    "errors batch_dim precision layout storage reshard schedule ir rules ops cluster cost lower memory plan "
+    "emit".split()
 )
 
 

@@ -36,7 +36,7 @@ ALLOWED = {
     "emit/parse.py": (5, "reads operators of Python back, and nothing of that comes from the printers"),
     "lower/label_counts.py": (1, "a library's name, not an op"),
     "lower/overlap.py": (1, "joins linears with the reshard before them"),
-    "lower/tidy.py": (8, "folds biases, and turns views into reshapes"),
+    "lower/tidy.py": (7, "folds biases, and turns views into reshapes"),
     "plan/joint/timed.py": (1, "statistics of a batch differ between microbatches"),
     "ir/recompute.py": (1, "a batch norm writes its statistics twice if it is recomputed"),
     "plan/stages.py": (1, "a library's name, not an op"),

@@ -62,7 +62,8 @@ Move = Callable[[list[np.ndarray], Reshard], list[np.ndarray]]
 
 def _each(held: Held, mesh: Mesh, step: Reshard, move: Move) -> Held:
     after: Held = {}
-    for group in mesh.groups(step.axes):
+    for ranks in mesh.groups(step.axes):
+        group = sorted(ranks, key=lambda device: [mesh.coordinates(device)[axis] for axis in step.axes])
         after.update(zip(group, move([held[device] for device in group], step), strict=True))
     return after
 

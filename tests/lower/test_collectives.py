@@ -168,4 +168,4 @@ def test_a_regularizer_on_the_weights_becomes_a_gradient_on_one_rank():
     program = program_of("dp=2", "regularized")
 
     on_first = [op for op in program.body if op.target == "comm.invariant"]
-    assert {op.inputs[0] for op in on_first} == {h.value for h in program.parameters if h.key.endswith("weight")}
+    assert {op.inputs[0] for op in on_first} == {h.value for h in program.parameters if h.name.endswith("weight")}

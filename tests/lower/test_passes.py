@@ -10,18 +10,17 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
-from shardwright.ir import Op, Value
-from shardwright.layout import INVARIANT, REPLICATE, Block, Shard, make_layout, replicated
+from shardwright.layout import INVARIANT, REPLICATE, replicated
 from shardwright.lower import PASSES, Size
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import flat
-from shardwright.lower.tidy import fuse
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.lowering import lower
 from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
+from shardwright.storage.zero3 import Zero3
 from tests.lower.test_collectives import program_of
 from tests.plan.graphs import facts_of, graph_of
 
@@ -176,7 +175,7 @@ def test_a_mean_of_what_is_whole_stays_a_mean():
 
 def test_fixed_homes_are_kept_for_the_entries_after_the_first():
     graph, analysis = graph_of("gpt"), facts_of("gpt")
-    storage_options = {held.key: held.layout for held in program_of("tp=2").parameters}
+    storage_options = {held.name: held.layout for held in program_of("tp=2").parameters}
 
     again = lower(
         graph, build_plan(graph, parse_plan_string("tp=2"), analysis), analysis, storage_options=storage_options
@@ -188,53 +187,8 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
         storage_options={"wte.weight": replicated(2)},
     )
 
-    assert {held.key: held.layout for held in again.parameters} == storage_options
-    assert next(held.layout for held in other.parameters if held.key == "wte.weight") == replicated(2)
-
-
-def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
-    """A program with a value of 8 elements, cut by the axes of `blocks`, that is gathered over one after the other."""
-    program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
-    left = [Shard(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
-    values, layouts = dict(program.values), dict(program.layouts)
-    body = []
-    for number, axis in enumerate(["", *axes_in_turn]):
-        name = f"v{number}"
-        values[name] = Value(name=name, shape=(8,), dtype="float32")
-        if axis:
-            (cut,) = (held for held in left if held.axis == axis)
-            left.remove(cut)
-            arguments = (("axes", (axis,)), ("dim", 0), ("cut", cut))
-            given = f"v{number - 1}"
-            body.append(Op(name=name, target="comm.all_gather", inputs=(given,), outputs=(name,), arguments=arguments))
-        layouts[name] = make_layout((tuple(left),), {})
-    return program.with_(body=tuple(body), values=values, layouts=layouts, outputs=(f"v{len(axes_in_turn)}",))
-
-
-def test_gathers_in_a_row_are_one_if_their_cuts_are_one_cut():
-    sizes = dict(passes_of("tp=8"))["prune: ops nobody reads"].mesh.sizes
-    outer, inner = sizes["tp0"], sizes["tp1"]
-    even = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // outer, 1)})
-    apart = gathers(["tp1", "tp0"], {"tp0": Block(2, 4, 1), "tp1": Block(1, 2, 4 // outer)})
-
-    (both,) = fuse(even).body
-
-    assert (both.inputs, both.outputs, both.argument("axes")) == (("v0",), ("v2",), ("tp0", "tp1"))
-    assert both.argument("sharding").blocks == (Block(1, 8, 1),) and outer * inner == 8
-    assert fuse(apart).body == apart.body
-
-
-def test_cuts_in_a_row_are_one_cut():
-    program = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // 4, 1)})
-    turned = [
-        dataclasses.replace(op, target="comm.shard", inputs=op.outputs, outputs=op.inputs)
-        for op in reversed(program.body)
-    ]
-
-    (both,) = fuse(program.with_(body=tuple(turned), outputs=("v0",))).body
-
-    assert (both.inputs, both.outputs, both.argument("axes")) == (("v2",), ("v0",), ("tp0", "tp1"))
-    assert both.argument("sharding").blocks == (Block(1, 8, 1),)
+    assert {held.name: held.layout for held in again.parameters} == storage_options
+    assert next(held.layout for held in other.parameters if held.name == "wte.weight") == replicated(2)
 
 
 # Recomputation.
@@ -288,26 +242,13 @@ def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
 # Several axes.
 
 
-def test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_between():
-    """4 heads on 8 devices: partial sums over tp1 and then over tp0."""
-    program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
-    made = {name: op for op in program.body for name in op.outputs}
-    inner, outer = next(
-        (made[op.inputs[0]], op)
-        for op in program.body
-        if op.target == "comm.all_reduce" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
-    )
-    reader = dataclasses.replace(
-        inner, name="reader", target="aten.relu.default", inputs=inner.outputs, outputs=("read",), arguments=()
-    )
-    at = program.body.index(outer)
-    read_too = program.with_(body=(*program.body[:at], reader, *program.body[at:]))
-    returned = program.with_(outputs=(*program.outputs, inner.outputs[0]))
+def test_a_sum_over_two_axes_is_one_over_both():
+    """4 heads on 8 devices: partial sums over tp1 and over tp0."""
+    program = program_of("tp=8")
+    sums = [op for op in program.body if op.target == "comm.all_reduce"]
 
-    (both,) = (op for op in fuse(program).body if op.outputs == outer.outputs)
-    assert both.argument("axes") == ("tp0", "tp1") and both.inputs == inner.inputs
-    for held in (read_too, returned):
-        assert {inner, outer} <= set(fuse(held).body)
+    assert ("tp0", "tp1") in {op.argument("axes") for op in sums}
+    assert not {name for op in sums for name in op.inputs} & {name for op in sums for name in op.outputs}
 
 
 class HalfFrozen(nn.Module):
@@ -325,14 +266,14 @@ def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_t
     analysis = analyse(graph)
     plan = build_plan(graph, parse_plan_string("zero3=2"), analysis)
     program = lower(graph, plan, analysis)
-    ((axis, _),) = program.parameters[0].zero
+    (axis,) = program.parameters[0].storage.axes
 
-    again = lower(graph, plan, analysis, storage_options={held.key: held.layout for held in program.parameters})
+    again = lower(graph, plan, analysis, storage_options={held.name: held.layout for held in program.parameters})
 
     assert again.parameters == program.parameters
-    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.parameters} == {
-        "up.weight": (((axis, 3),), INVARIANT), "up.bias": (((axis, 3),), INVARIANT),
-        "down.weight": (((axis, 3),), REPLICATE), "down.bias": (((axis, 3),), REPLICATE),
+    assert {held.name: (held.storage, held.layout.placement(axis)) for held in program.parameters} == {
+        "up.weight": (Zero3((axis,)), INVARIANT), "up.bias": (Zero3((axis,)), INVARIANT),
+        "down.weight": (Zero3((axis,)), REPLICATE), "down.bias": (Zero3((axis,)), REPLICATE),
     }  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def test_an_op_that_a_segment_runs_beside_its_own_is_split_as_there_on_the_axes_
 @pytest.mark.parametrize("text", ["pp=2", "pp=4", "pp=2,interleaved", "pp=1+3,dp"])
 def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
     made = lowered(text)
-    held = [{one.key for one in program.parameters} for program in made.programs]
+    held = [{one.name for one in program.parameters} for program in made.programs]
 
     assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
     assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
@@ -161,7 +161,7 @@ def test_programs_of_segments_run_by_a_schedule_and_leave_nothing_to_be_awaited(
 def test_segments_of_one_device_hold_a_tied_weight_alike():
     made = lowered("pp=2,tp=2,zbv")
     first, last = (
-        next(one for one in p.parameters if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
+        next(one for one in p.parameters if one.name == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
     )
 
     assert first.layout == last.layout
@@ -169,7 +169,7 @@ def test_segments_of_one_device_hold_a_tied_weight_alike():
 
 def test_homes_of_an_entry_before_are_kept():
     made = lowered("pp=2,tp=2")
-    storage_options = [{one.key: one.layout for one in program.parameters} for program in made.programs]
+    storage_options = [{one.name: one.layout for one in program.parameters} for program in made.programs]
     fixed = [
         {key: replicated(len(layout.shards)) if key.endswith("up.weight") else layout for key, layout in held.items()}
         for held in storage_options
@@ -177,7 +177,7 @@ def test_homes_of_an_entry_before_are_kept():
 
     again = lowered("pp=2,tp=2", storage_options=fixed)
 
-    found = [{one.key: one.layout for one in program.parameters} for program in again.programs]
+    found = [{one.name: one.layout for one in program.parameters} for program in again.programs]
     assert found == fixed != storage_options
 
 

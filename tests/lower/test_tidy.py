@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.lower.tidy import _per_channel
+from shardwright.parallelize import parallelize
 from tests.lower.test_local import first, program_of
 from tests.parity.threaded import compare
 
@@ -37,6 +38,32 @@ def test_the_product_without_its_bias_is_what_the_other_reader_gets(plan: str) -
     compare(Biased(True), (torch.randn(4, 8),), plan)
 
 
+class Added(nn.Module):
+    """A product, and a parameter of any shape and dtype that is added to it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, computed: bool = False) -> None:
+        super().__init__()
+        self.product, self.computed = nn.Linear(8, 6, bias=False), computed
+        self.term = nn.Parameter(torch.randn(shape, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.product(x) + (self.term.tanh() if self.computed else self.term)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "computed", "folded"),
+    [((6,), torch.float32, False, True), ((6,), torch.float32, True, True), ((6,), torch.float64, False, False),
+     ((), torch.float32, False, False), ((1,), torch.float32, False, False), ((4, 6), torch.float32, False, False),
+     ((2, 4, 6), torch.float32, False, False)],
+)  # fmt: skip
+def test_a_bias_is_a_vector_of_the_product_s_dtype(shape, dtype, computed, folded, tmp_path) -> None:
+    module, x = Added(shape, dtype, computed), torch.randn(4, 8)
+    (product,) = first(program_of(module, (x,), "single"), "aten.linear.default")
+    assert (product.argument("bias") is not None) == folded
+    wanted = module(x)
+    torch.testing.assert_close(parallelize(module, plan="single", directory=tmp_path)(x), wanted)
+
+
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +78,23 @@ def test_a_bias_goes_into_a_convolution_of_a_batch(shape: tuple[int, ...], folde
     program = program_of(Convolved(), (torch.randn(shape),), "single")
     (conv,) = first(program, "aten.conv2d.default")
     assert (conv.argument("bias") is not None) == folded
+
+
+class Shifted(nn.Module):
+    """A convolution whose channels are shifted by what another layer says, one row for all images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.shift = nn.Conv2d(3, 5, 3, bias=False), nn.Linear(2, 5)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return (self.conv(x) + self.shift(time).view(1, 5, 1, 1)).square().sum()
+
+
+def test_a_row_that_is_viewed_as_channels_is_no_bias(tmp_path) -> None:
+    module, call = Shifted(), (torch.randn(4, 3, 5, 5), torch.randn(1, 2))
+    wanted = module(*call)
+    torch.testing.assert_close(parallelize(module, plan="single", directory=tmp_path)(*call), wanted)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
+import torch
 
 from tests.ops.cases import module_samples, op_samples, ops
 from tests.ops.expectations import REASONS, REFUSED
-from tests.ops.judge import judge
+from tests.ops.judge import Run, difference, judge
 from tests.ops.optimizers import judge_optimizer
 from tests.ops.page import PAGE, page
 from tests.ops.split import judge_splits
@@ -27,6 +30,29 @@ def test_an_op_compiled_for_one_device_is_eager(name, tmp_path):
     for sample in op_samples(name, "float64", 3):
         verdict = judge(sample, tmp_path)
         assert verdict.kind in ("right", "drawn"), f"{sample}: {verdict}"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "number"),
+    [("nn.functional.batch_norm", "float32", 8), ("nn.functional.linear_cross_entropy", "bfloat16", 108),
+     ("nn.functional.linear_cross_entropy.chunked_none", "bfloat16", 64), ("_segment_reduce.lengths", "float64", 13)],
+)  # fmt: skip
+def test_a_sample_that_was_wrong_or_died_once_is_eager(name, dtype, number, tmp_path):
+    sample = next(islice(op_samples(name, dtype), number, None))
+    assert judge(sample, tmp_path).kind == "right"
+
+
+def test_a_narrow_result_is_right_if_it_is_no_farther_from_float64_than_eager():
+    """0.3 in steps of 0.25: eager may round up and a program down."""
+    exact, eager = ran(torch.tensor([0.3], dtype=torch.float64)), ran(torch.tensor([0.5]))
+    assert difference(ran(torch.tensor([0.25])), eager, exact=exact) == ""
+    assert difference(ran(torch.tensor([0.0])), eager, exact=exact)
+    assert difference(ran(torch.tensor([torch.nan])), eager, exact=exact)
+    assert difference(ran(torch.tensor([0.25])), eager)
+
+
+def ran(result):
+    return Run(result=result, gradients=[], buffers=[])
 
 
 @pytest.mark.parametrize("name", SPLIT)

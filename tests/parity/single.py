@@ -29,10 +29,11 @@ from shardwright.capture import CapturedGraph, capture, run
 from shardwright.compile import Compiler, copy_to_meta
 from shardwright.planning import Batching
 from shardwright.runtime.model.parallel_model import ParallelModel
-from shardwright.runtime.parameters.sharded import raw_gradient
-from shardwright.runtime.parameters.spec import gather_tensor, storage_layout
+from shardwright.runtime.parameters.full_tensors import gather_tensor
+from shardwright.runtime.parameters.sharded import keeps_share, raw_gradient
 from shardwright.runtime.parameters.state_dicts import spread_out
 from shardwright.runtime.world import start
+from shardwright.storage import storage_layout
 from tests.models.zoo import CASTS_TO_FLOAT32, ZOO, Case, loss_of
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -175,9 +176,9 @@ def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     for held in holding.specs:
         parameter = holding.parameters[held.name]
         local = raw_gradient(parameter)
-        if local is None and held.level == 2 and parameter.shard is not None:
+        if local is None and keeps_share(parameter):
             local = raw_gradient(parameter.shard)
-        layout = storage_layout(held, holding.groups.mesh.sizes) if held.level >= 2 else None
+        layout = storage_layout(held, holding.groups.mesh.sizes) if held.storage.shards_gradient else None
         found[held.name] = None if local is None else gather_tensor(local, held, holding.groups, layout).clone()
     return spread_out(found, holding.pp_ranks)
 

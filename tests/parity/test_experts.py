@@ -104,7 +104,7 @@ def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
     program = compile_program(mixtral().train(), *example(), "ep=2", 2).program
     kinds = [op.target for op in program.body]
     assert kinds.count("runtime.experts") == 2
-    held = {one.key: one.layout for one in program.parameters if ".experts." in one.key}
+    held = {one.name: one.layout for one in program.parameters if ".experts." in one.name}
     assert all(layout.shard_of("ep") is not None for layout in held.values())
 
 

@@ -110,10 +110,10 @@ def test_pieces_and_gradients_have_their_local_shapes(runs, rank):
     program, pieces = runs[rank]["program"], runs[rank]["pieces"]
     sizes, at = program.mesh.sizes, dict(program.mesh.coordinates(rank))
     for held in program.parameters:
-        if held.key in pieces:
+        if held.name in pieces:
             whole = program.graph.values[held.value].shape
-            assert pieces[held.key] == held.layout.local_shape(whole, sizes, at)
-            assert runs[rank]["gradients"][held.key] == pieces[held.key]
+            assert pieces[held.name] == held.layout.local_shape(whole, sizes, at)
+            assert runs[rank]["gradients"][held.name] == pieces[held.name]
     assert pieces["blocks.0.attn.qkv.weight"] == (3 * 32 // TP, 32)
     assert pieces["blocks.0.down.weight"] == (32, 128 // TP)
 

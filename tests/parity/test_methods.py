@@ -264,3 +264,28 @@ def test_what_forward_leaves_behind_is_not_read_stale(tmp_path, name):
     model(X)
     with pytest.raises(InputError, match=f"the forward of Keeping sets self.{name}, .*return it from forward"):
         getattr(model, name)
+
+
+class KeepingInside(nn.Module):
+    """A submodule leaves something, which a method of the model reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Keeping()
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def read(self):
+        return self.inner.calls
+
+
+@pytest.mark.parametrize("read", [lambda model: model.inner.calls, lambda model: model.read()])
+def test_nor_what_a_submodule_leaves_behind(tmp_path, read):
+    model = parallelize(seeded(KeepingInside), plan="single", directory=tmp_path)
+    model(X)
+    with pytest.raises(InputError, match=r"the forward of Keeping sets self.calls, .* model\.inner\.calls .*return it"):
+        read(model)
+    assert isinstance(model.inner, Keeping)
+    model.inner.calls = 0  # setting it does no harm
+    model(X)

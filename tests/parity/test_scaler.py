@@ -11,8 +11,8 @@ import torch
 from shardwright.layout import local_region
 from shardwright.parallelize import parallelize
 from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.runtime.parameters.full_tensors import coordinates
 from shardwright.runtime.parameters.sharded import Untouched
-from shardwright.runtime.parameters.spec import coordinates
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 

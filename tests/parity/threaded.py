@@ -23,7 +23,9 @@ from shardwright.parallelize import parallelize
 from shardwright.runtime.collectives import comm, process_group
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.parameters import buckets
-from shardwright.runtime.parameters.spec import gather_tensor, stored_layout
+from shardwright.runtime.parameters.full_tensors import gather_tensor
+from shardwright.runtime.parameters.sharded import keeps_share
+from shardwright.storage import stored_layout
 from shardwright.verify.parity import ranks_of as size_of
 from tests.runtime.ranks import run_ranks
 
@@ -68,7 +70,7 @@ def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     for held in holding.specs:
         parameter = holding.parameters[held.name]
         gradient, layout = parameter.grad, stored_layout(held, holding.groups.mesh.sizes)
-        if held.level == 2 and parameter.shard is not None:
+        if keeps_share(parameter):
             layout = parameter.shard.spread
         found[held.name] = None if gradient is None else gather_tensor(gradient, held, holding.groups, layout).clone()
     return found

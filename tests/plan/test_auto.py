@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from shardwright.capture import capture
 from shardwright.cluster import find
 from shardwright.cost import ON_GPU, TrainingSetup, backend_traits
-from shardwright.cost.memory_timeline import simulate_memory
 from shardwright.errors import PlanError
+from shardwright.memory import simulate_memory
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.auto import SearchOptions, search
 from shardwright.plan.lowering import lower
@@ -116,7 +116,7 @@ def split_on_batch(analysis, plan, name: str) -> bool:
 
 
 def parameters_of(plan):
-    return {key: max((level for _, level in levels), default=0) for key, levels in plan.storage.items()}
+    return {key: stored.symbol for key, stored in plan.storage.items()}
 
 
 def peak_of(analysis, plan, recompute):

@@ -88,7 +88,7 @@ def test_unequal_stages_use_what_they_have():
 def test_the_storage_of_unequal_stages_is_that_of_all(text):
     plan = plan_of(text)
 
-    assert plan.storage and all(levels == (("dp", int(text[-1])),) for levels in plan.storage.values())
+    assert plan.storage and all(stored.written() == {"dp": int(text[-1])} for stored in plan.storage.values())
 
 
 def test_layers_that_are_run_again_are_those_of_the_segment():

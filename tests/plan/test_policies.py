@@ -9,6 +9,7 @@ from shardwright.layout import Block
 from shardwright.plan import PlanBuilder, build_plan, parse_plan_string
 from shardwright.plan.lowering import lower
 from shardwright.rules import FAN
+from shardwright.storage import storage_kind
 from tests.layout.drawn import mesh_of
 from tests.plan.graphs import facts_of, graph_of
 
@@ -23,7 +24,7 @@ def cuts_of(text: str, name: str = "gpt") -> dict:
     shards = {}
     for holding in program_of(text, name).parameters:
         cut = holding.layout.shard_of("tp")
-        shards[holding.key] = None if cut is None else (cut[0], cut[1].blocks)
+        shards[holding.name] = None if cut is None else (cut[0], cut[1].blocks)
     return shards
 
 
@@ -71,7 +72,7 @@ def test_zero_stores_every_parameter_along_its_axis(level):
     plan = build_plan(graph_of("gpt"), parse_plan_string(f"zero{level}=2"), facts_of("gpt"))
 
     assert set(plan.storage) == {parameter.key for parameter in graph_of("gpt").parameters}
-    assert set(plan.storage.values()) == {(("dp", level),)}
+    assert set(plan.storage.values()) == {storage_kind(level)(("dp",))}
 
 
 def test_sequence_parallel_splits_the_norms_along_the_sequence():

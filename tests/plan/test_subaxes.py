@@ -40,7 +40,7 @@ def program_of(text: str, analysed: tuple[Graph, Analysis]) -> LoweredProgram:
 
 
 def layouts_of(program: LoweredProgram) -> dict[str, str]:
-    return {holding.key: str(holding.layout) for holding in program.parameters}
+    return {holding.name: str(holding.layout) for holding in program.parameters}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_two_heads_are_computed_by_pairs_and_their_product_is_shared():
 
 
 def test_six_heads_are_cut_by_two_and_then_unevenly():
-    (holding,) = (h for h in program_of("tp=4", gpt(6)).parameters if h.key == "blocks.0.attn.proj.weight")
+    (holding,) = (h for h in program_of("tp=4", gpt(6)).parameters if h.name == "blocks.0.attn.proj.weight")
     sizes = {"tp0": 2, "tp1": 2}
 
     local = [

@@ -13,16 +13,10 @@ import torch.nn.functional as F
 
 from shardwright.layout import REPLICATE, Axis, Block, Mesh, contiguous_shard, make_layout, make_shard
 from shardwright.runtime.collectives import comm
-from shardwright.runtime.parameters.sharded import Untouched, make_parameter
-from shardwright.runtime.parameters.spec import (
-    ParameterSpec,
-    coordinates,
-    gather_tensor,
-    shard_tensor,
-    stored_layout,
-    wanted_groups,
-)
+from shardwright.runtime.parameters.full_tensors import coordinates, gather_tensor, shard_tensor
+from shardwright.runtime.parameters.sharded import Untouched, keeps_share, make_parameter
 from shardwright.runtime.world import Groups
+from shardwright.storage import ParameterSpec, Replicated, parse_storage, stored_layout, wanted_groups
 
 BATCH, WIDTH, HIDDEN, CLASSES = 12, 4, 8, 5
 DECAY = 0.1
@@ -34,7 +28,7 @@ def mesh_of(dp: int, tp: int = 1) -> Mesh:
 
 def helds_of(mesh: Mesh, level: int = 0) -> list[ParameterSpec]:
     """In the order of use."""
-    tp, zero = mesh.axis("tp"), (("dp", level),) if level else ()
+    tp, storage = mesh.axis("tp"), parse_storage({"dp": level} if level else {})
 
     def held(key, shape, cuts, sums=("dp",), trainable=True):
         layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
@@ -42,9 +36,9 @@ def helds_of(mesh: Mesh, level: int = 0) -> list[ParameterSpec]:
         return ParameterSpec(
             keys=keys,
             shape=shape,
-            dtype=torch.float64,
+            dtype="float64",
             layout=layout,
-            zero=zero if trainable or level == 3 else (),
+            storage=storage if trainable or level == 3 else Replicated(),
             trainable=trainable,
         )
 
@@ -123,10 +117,10 @@ class Pieces:
         return gather_tensor(parameter.data, parameter.spec, self.groups)
 
     def whole_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Every gradient, put together: level 2 keeps shares."""
+        """Every gradient, put together: ZeRO-2 keeps shares."""
         found = {}
         for name, parameter in self.p.items():
-            owned = parameter.shard if parameter.spec.level == 2 and parameter.shard is not None else parameter
+            owned = parameter.shard if keeps_share(parameter) else parameter
             layout = owned.spread if owned is not parameter else stored_layout(parameter.spec, self.groups.mesh.sizes)
             gradient = parameter.grad
             found[name] = None if gradient is None else gather_tensor(gradient, parameter.spec, self.groups, layout)

@@ -11,10 +11,11 @@ from torch.nn.utils import clip_grad_norm_
 from shardwright.layout import REPLICATE, Axis, Mesh, contiguous_shard, make_layout
 from shardwright.runtime.optimizer import adopt as optimizer_module
 from shardwright.runtime.optimizer.adopt import adopt, parameters_seen_by
+from shardwright.runtime.parameters.full_tensors import coordinates, gather_tensor, shard_tensor
 from shardwright.runtime.parameters.gradient_sync import GradientSync
 from shardwright.runtime.parameters.sharded import make_parameter, set_raw_gradient
-from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, gather_tensor, shard_tensor, wanted_groups
 from shardwright.runtime.world import Groups
+from shardwright.storage import ParameterSpec, parse_storage, wanted_groups
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero3 import Split
@@ -163,12 +164,12 @@ SHAPES = {"rows": (6, 4), "columns": (4, 6), "whole": (5, 3)}
 
 
 def helds(level):
-    zero = (("dp", level),) if level else ()
+    storage = parse_storage({"dp": level} if level else {})
     tp = MESH.axis("tp")
     cuts = {"rows": [[contiguous_shard(tp, 6)], []], "columns": [[], [contiguous_shard(tp, 6)]], "whole": [[], []]}
     return [
         ParameterSpec(
-            keys=(k,), shape=SHAPES[k], dtype=torch.float64, layout=make_layout(c, {"dp": REPLICATE}), zero=zero
+            keys=(k,), shape=SHAPES[k], dtype="float64", layout=make_layout(c, {"dp": REPLICATE}), storage=storage
         )
         for k, c in cuts.items()
     ]

@@ -11,8 +11,8 @@ from shardwright.errors import InputError
 from shardwright.layout import REPLICATE, make_layout
 from shardwright.runtime.parameters.gradient_sync import GradientSync
 from shardwright.runtime.parameters.sharded import Untouched, make_parameter, raw_gradient
-from shardwright.runtime.parameters.spec import ParameterSpec
 from shardwright.runtime.world import Groups
+from shardwright.storage import ParameterSpec
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients
 from tests.runtime.ranks import run_processes, run_ranks
 
@@ -260,7 +260,7 @@ def test_sparse_gradients_are_summed_as_dense_ones():
     def body(rank):
         groups = Pieces(mesh_of(2)).groups
         held = ParameterSpec(
-            keys=("e",), shape=(4, 2), dtype=torch.float64, layout=make_layout([[], []], {"dp": REPLICATE})
+            keys=("e",), shape=(4, 2), dtype="float64", layout=make_layout([[], []], {"dp": REPLICATE})
         )
         table = make_parameter(torch.zeros(4, 2, dtype=torch.float64), held, groups)
         GradientSync([(held, table)], groups)

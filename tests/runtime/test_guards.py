@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.runtime.model.frozen_values import ABSENT, freeze
+from shardwright.frozen_values import ABSENT, freeze
 from shardwright.runtime.model.guards import AttributeGuard, why_new
 
 

@@ -11,36 +11,29 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from shardwright.errors import InputError
 from shardwright.layout import REPLICATE, Axis, Block, Mesh, contiguous_shard, make_layout, make_shard
+from shardwright.runtime.parameters.full_tensors import coordinates, gather_tensor, shard_tensor
 from shardwright.runtime.parameters.sharded import ShardedParameter, Untouched, make_parameter, set_raw_gradient
-from shardwright.runtime.parameters.spec import (
-    ParameterSpec,
-    coordinates,
-    gather_tensor,
-    shard_tensor,
-    sharding_axes,
-    wanted_groups,
-)
 from shardwright.runtime.world import Groups
+from shardwright.storage import ParameterSpec, parse_storage, sharding_axes, wanted_groups
 from tests.runtime.ranks import run_processes, run_ranks
 
 DP, TP = Axis(name="dp", size=2), Axis(name="tp", size=2)
 MESH = Mesh(axes=(DP, TP))
 
 
-def held(key, shape, cuts, sums=("dp",), zero=(), dtype=torch.float64):
-    layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
-    return ParameterSpec(keys=(key,), shape=shape, dtype=dtype, layout=layout, zero=zero)
+def held(key, shape, cuts, sums=("dp",), level=0, dtype=torch.float64):
+    layout, storage = make_layout(cuts, dict.fromkeys(sums, REPLICATE)), parse_storage({"dp": level} if level else {})
+    return ParameterSpec(keys=(key,), shape=shape, dtype=str(dtype)[6:], layout=layout, storage=storage)
 
 
 def helds(level, dtype=torch.float64):
-    zero = (("dp", level),) if level else ()
     fused = make_shard(TP, [Block(3, 4, 1)])
     return [
-        held("qkv", (12, 3), [[fused], []], zero=zero, dtype=dtype),
-        held("proj", (3, 5), [[], [contiguous_shard(TP, 5)]], zero=zero, dtype=dtype),
-        held("norm", (3,), [[]], sums=("dp", "tp"), zero=zero, dtype=dtype),
+        held("qkv", (12, 3), [[fused], []], level=level, dtype=dtype),
+        held("proj", (3, 5), [[], [contiguous_shard(TP, 5)]], level=level, dtype=dtype),
+        held("norm", (3,), [[]], sums=("dp", "tp"), level=level, dtype=dtype),
         held("tiny", (1, 1), [[contiguous_shard(TP, 1)], []], dtype=dtype),  # empty on tp rank 1
-        held("scale", (), [], sums=("dp", "tp"), zero=zero, dtype=dtype),
+        held("scale", (), [], sums=("dp", "tp"), level=level, dtype=dtype),
     ]
 
 

@@ -7,38 +7,30 @@ import torch
 
 from shardwright.errors import LayoutError
 from shardwright.layout import REPLICATE, Axis, Block, Mesh, contiguous_shard, make_layout, make_shard
-from shardwright.runtime.parameters.spec import (
-    ParameterEntry,
-    ParameterSpec,
-    coordinates,
-    gather_tensor,
-    parse,
-    shard,
-    shard_tensor,
-    storage_layout,
-    wanted_groups,
-    zero_axes,
-)
+from shardwright.runtime.parameters.full_tensors import coordinates, gather_tensor, shard_tensor
+from shardwright.runtime.parameters.table import ParameterEntry, parse, shard
 from shardwright.runtime.world import Groups
+from shardwright.storage import ParameterSpec, parse_storage, storage_layout, wanted_groups, zero_axes
+from shardwright.storage.zero3 import Zero3
 from tests.runtime.ranks import run_ranks
 
 TP = Axis(name="tp", size=2)
 MESH = Mesh(axes=(Axis(name="dp", size=2), TP))
 
 
-def held(shape, cuts, sums=(), zero=(), **others):
-    layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
-    return ParameterSpec(keys=("w",), shape=shape, dtype=torch.float64, layout=layout, zero=zero, **others)
+def held(shape, cuts, sums=(), zero=None, **others):
+    layout, storage = make_layout(cuts, dict.fromkeys(sums, REPLICATE)), parse_storage(zero or {})
+    return ParameterSpec(keys=("w",), shape=shape, dtype="float64", layout=layout, storage=storage, **others)
 
 
 CASES = {
-    "fused rows": held((24, 3), [[make_shard(TP, [Block(3, 4, 2)])], []], sums=["dp"], zero=(("dp", 3),)),
-    "uneven columns": held((4, 5), [[], [contiguous_shard(TP, 5)]], sums=["dp"], zero=(("dp", 3),)),
-    "zero on a dim that tp cuts unevenly": held((5,), [[contiguous_shard(TP, 5)]], sums=["dp"], zero=(("dp", 3),)),
-    "uneven zero": held((3, 2), [[], []], sums=["dp"], zero=(("dp", 3),)),
+    "fused rows": held((24, 3), [[make_shard(TP, [Block(3, 4, 2)])], []], sums=["dp"], zero={"dp": 3}),
+    "uneven columns": held((4, 5), [[], [contiguous_shard(TP, 5)]], sums=["dp"], zero={"dp": 3}),
+    "zero on a dim that tp cuts unevenly": held((5,), [[contiguous_shard(TP, 5)]], sums=["dp"], zero={"dp": 3}),
+    "uneven zero": held((3, 2), [[], []], sums=["dp"], zero={"dp": 3}),
     "an empty share": held((1, 3), [[], [contiguous_shard(Axis(name="dp", size=2), 3)]]),
-    "a scalar": held((), [], sums=["dp"], zero=(("dp", 3),)),
-    "zero over both axes": held((5, 4), [[], []], sums=["dp", "tp"], zero=(("dp", 3), ("tp", 3))),
+    "a scalar": held((), [], sums=["dp"], zero={"dp": 3}),
+    "zero over both axes": held((5, 4), [[], []], sums=["dp", "tp"], zero={"dp": 3, "tp": 3}),
 }
 
 
@@ -66,14 +58,14 @@ def test_rows_of_a_fused_weight_are_three_runs():
 
 
 def test_zero_cuts_are_minor_to_compute_cuts():
-    it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero=(("dp", 3),))
+    it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero={"dp": 3})
     assert [sharding.axis for sharding in storage_layout(it, MESH.sizes).shards[0]] == ["tp", "dp"]
     piece = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
     assert piece.tolist() == [2, 3]
 
 
 def test_zero_takes_the_first_dim_with_room():
-    it = held((1, 6, 8), [[], [], []], sums=["dp"], zero=(("dp", 1),))
+    it = held((1, 6, 8), [[], [], []], sums=["dp"], zero={"dp": 1})
     assert storage_layout(it, MESH.sizes).shard_of("dp")[0] == 1
 
 
@@ -84,12 +76,12 @@ def test_what_cannot_be_cut_stays_whole():
 
 def test_zero_needs_a_summed_gradient():
     with pytest.raises(LayoutError, match=r"add 'dp' to its sums"):
-        held((4,), [[]], zero=(("dp", 1),))
-    held((4,), [[]], zero=(("dp", 3),), trainable=False)
+        held((4,), [[]], zero={"dp": 1})
+    held((4,), [[]], zero={"dp": 3}, trainable=False)
 
 
 def test_groups_that_are_wanted():
-    both = held((4,), [[]], sums=["dp", "tp"], zero=(("dp", 2),))
+    both = held((4,), [[]], sums=["dp", "tp"], zero={"dp": 2})
     assert wanted_groups([both], MESH) == {("dp", "tp"), ("dp",), ("tp",)}
 
 
@@ -110,7 +102,7 @@ def test_parse_reads_the_words_of_a_generated_file():
         ("blocks.1.qkv.weight",),
     ]
     assert found[3].unit == "blocks.1"
-    assert found[3].zero == (("dp", 3),)
+    assert found[3].storage == Zero3(("dp",))
     assert found[1].layout.shards[0] == (make_shard(TP, [Block(3, 4, 2)]),)
     assert found[2].layout.shards[1] == (contiguous_shard(TP, 8),)
     assert not found[2].trainable

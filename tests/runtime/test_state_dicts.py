@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.runtime.optimizer.adopt import adopt
+from shardwright.runtime.parameters.full_tensors import coordinates, shard_tensor
 from shardwright.runtime.parameters.gradient_sync import GradientSync
-from shardwright.runtime.parameters.spec import coordinates, shard_tensor, stored_layout
 from shardwright.runtime.parameters.state_dicts import (
     fill_state,
     full_state_dict,
@@ -22,6 +22,7 @@ from shardwright.runtime.parameters.state_dicts import (
     without_unsaved,
 )
 from shardwright.runtime.parameters.state_values import ShardTensor, as_state, region_of_value
+from shardwright.storage import stored_layout
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero3 import Split

@@ -14,11 +14,13 @@ from shardwright.errors import LayoutError
 from shardwright.layout import REPLICATE, Axis, Mesh, make_layout
 from shardwright.runtime.collectives import process_group
 from shardwright.runtime.parameters import zero3 as zero_module
+from shardwright.runtime.parameters.full_tensors import coordinates, gather_tensor, shard_tensor
 from shardwright.runtime.parameters.gradient_sync import GradientSync
 from shardwright.runtime.parameters.sharded import make_parameter
-from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, gather_tensor, shard_tensor, wanted_groups
-from shardwright.runtime.parameters.zero3 import Zero3
+from shardwright.runtime.parameters.zero3 import UnitGatherer
 from shardwright.runtime.world import Groups
+from shardwright.storage import ParameterSpec, wanted_groups
+from shardwright.storage.zero3 import Zero3
 from tests.runtime.little import WIDTH as WIDTH_IN
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
@@ -33,7 +35,7 @@ class Split(Pieces):
         super().__init__(mesh, level=3)
         pairs = {held.name: (held, parameter) for held, parameter in self.pairs}
         units = {unit: [pairs[name] for name in names] for unit, names in UNITS.items()}
-        self.zero = Zero3(units, self.groups, list(UNITS))
+        self.zero = UnitGatherer(units, self.groups, list(UNITS))
         self.sync = GradientSync(self.pairs, self.groups)
 
     def loss(self, x, target):
@@ -115,6 +117,26 @@ def test_a_saved_parameter_can_be_looked_at_outside_of_backward():
         assert torch.equal(got, whole_values()["w1"])
 
 
+def test_and_after_a_backward_that_raised():
+    def stop(gradient):
+        raise ValueError("stopped by a hook")
+
+    def body(rank):
+        model = Split(mesh_of(2))
+        with model.zero.saving():
+            x = torch.ones(1, WIDTH_IN, dtype=torch.float64, requires_grad=True)
+            weight = model.zero.open("mlp")["w1"]
+            first, second = (2 * x) @ weight.t(), x @ weight.t()
+            model.zero.close("mlp")
+        x.register_hook(stop)
+        with pytest.raises(ValueError, match="stopped by a hook"):
+            torch.autograd.grad(first.sum(), x)
+        return second.grad_fn._saved_mat2.clone().t()
+
+    for got in run_ranks(2, body):
+        assert torch.equal(got, whole_values()["w1"])
+
+
 # -- a chain of layers ---------------------------------------------------------------------
 
 LAYERS, WIDTH = 5, 6
@@ -134,9 +156,9 @@ def make_chain(n, frozen=(), wire=None):
         ParameterSpec(
             keys=(key,),
             shape=tuple(value.shape),
-            dtype=torch.float64,
+            dtype="float64",
             layout=make_layout([[] for _ in value.shape], {} if key in frozen else {"dp": REPLICATE}),
-            zero=(("dp", 3),),
+            storage=Zero3(("dp",)),
             trainable=key not in frozen,
         )
         for key, value in full.items()
@@ -147,7 +169,7 @@ def make_chain(n, frozen=(), wire=None):
         for h in helds
     }
     units = {str(layer): [pairs[f"{layer}.w"], pairs[f"{layer}.b"]] for layer in range(LAYERS)}
-    return Zero3(units, groups, list(units), wire), pairs, groups
+    return UnitGatherer(units, groups, list(units), wire), pairs, groups
 
 
 def run_chain(zero, x, recompute=False):
@@ -323,7 +345,7 @@ def test_a_backward_that_raised_leaves_no_trace():
 
 def test_an_order_with_unknown_units_is_refused():
     with pytest.raises(LayoutError, match=r"blocks\.7"):
-        Zero3({}, None, ["blocks.7"])
+        UnitGatherer({}, None, ["blocks.7"])
 
 
 def _on_gloo(rank):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError, raise_all
+from ..runtime.model.overrides import overrides
 from ..runtime.model.parallel_model import ParallelModel, RankState
 from ..runtime.parameters.refresh import renew
 from ..runtime.parameters.sharded import ShardedParameter
@@ -53,17 +54,23 @@ class KeyOwners:
 
     def _count_rest(self) -> None:
         seen: dict[int, str] = {}
-        named = self.model.state_dict(keep_vars=True)
+        named = self._state(keep_vars=True)
         faults = [
             f"{key} is a {type(value).__name__}; save it with extra="
             for key, value in named.items()
             if not _is_tensor(value)
         ]
+        for prefix, part in self.compiled.items():
+            faults += [f"{prefix}{path}: get_extra_state is not saved; save it with extra=" for path in _extra_of(part)]
         raise_all(InputError, "the model's state dict has more than tensors:", faults)
         for key, value in named.items():
             if key not in self.first:
                 self.first[key] = seen.setdefault(id(value), key)
                 self.shapes[self.first[key]] = tuple(value.shape)
+
+    def _state(self, **options: Any) -> dict[str, Any]:
+        compiled = self.compiled.get("")
+        return self.model.state_dict(**options) if compiled is None else compiled.shard_state_dict()
 
     @property
     def tied(self) -> dict[str, str]:
@@ -86,7 +93,7 @@ class KeyOwners:
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's shards of the model, by first key, sharing its memory."""
-        values = self.model.state_dict()
+        values = self._state()
         return {key: value for key, value in values.items() if self.first[key] == key}
 
     def name_of(self, leaf: Any) -> str:
@@ -119,6 +126,12 @@ class KeyOwners:
             part._ready().check_filled()
         if self.world > 1 and not self.compiled and isinstance(self.model, ParallelModel):
             self.model._ready()
+
+
+def _extra_of(model: ParallelModel) -> list[str]:
+    """The submodules that have an extra state, for which a compiled model has no place."""
+    modules = model.root.named_modules() if model.root is not None else ()
+    return [path for path, module in modules if overrides(type(module), "get_extra_state")]
 
 
 def _prefix(path: str) -> str:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, InputError
 from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.parameters.full_tensors import true_dtype
 from ..runtime.parameters.state_values import ShardTensor
 from ..runtime.world import here
 from . import disk
@@ -199,7 +200,7 @@ def _kinds(census: KeyOwners, own: Mapping[str, Tensor]) -> dict[str, Tensor | _
     for prefix, part in census.compiled.items():
         holding = part._ready()
         for _, specs in holding.pp_ranks:
-            formats.update({prefix + spec.name: _WeightsFormat(spec.true_dtype) for spec in specs})
+            formats.update({prefix + spec.name: _WeightsFormat(true_dtype(spec)) for spec in specs})
     return {key: own.get(key, formats.get(key, _WeightsFormat(torch.float32))) for key in census.shapes}
 
 

@@ -317,7 +317,7 @@ class Compiler:
         units = dict.fromkeys(unit for file in generated for unit in getattr(file.module, "UNITS", ()))
         holding = holder.hold(pp_ranks, groups, tuple(units))
         model.hold(holding)
-        self.storage_options = [{p.key: p.layout for p in file.program.parameters} for file in generated]
+        self.storage_options = [{p.name: p.layout for p in file.program.parameters} for file in generated]
         replaced = holder.replaced(holding.parameters, pp_ranks)
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
@@ -380,7 +380,7 @@ class Compiler:
         holding, module = model._ready(), generated.module
         stage = program_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
-        read = {p.key for p in generated.program.parameters}  # a loop over layers must find those of its stage
+        read = {p.name for p in generated.program.parameters}  # a loop over layers must find those of its stage
         for spec in holding.specs:
             for key in spec.keys if spec.name in read else ():
                 stage.place(key, holding.parameters[spec.name])

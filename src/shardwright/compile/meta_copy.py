@@ -18,7 +18,7 @@ from torch import nn
 
 from ..capture import CapturedGraph, check_hooks, copy_module, rebind
 from ..errors import CaptureError
-from ..runtime.model.frozen_values import ABSENT, freeze
+from ..frozen_values import ABSENT, freeze
 from ..runtime.model.guards import SLOTS
 from ..runtime.model.pinned import HOOKS
 from ..runtime.parameters.sharded import Untouched

@@ -15,15 +15,16 @@ from ..rules.replica_axes import replica_axes
 from ..runtime.algorithms.random import Randomness
 from ..runtime.collectives import objects
 from ..runtime.model.parallel_model import RankState
+from ..runtime.parameters.full_tensors import compute_dtype, coordinates, shard_tensor, true_dtype
 from ..runtime.parameters.gradient_sync import GradientSync
 from ..runtime.parameters.hooks import take_hooks
 from ..runtime.parameters.pipeline_norms import PipelineNorms
 from ..runtime.parameters.sharded import ShardedParameter, Untouched, join_pipeline, make_parameter
-from ..runtime.parameters.spec import ParameterSpec, coordinates, shard_tensor, storage_layout, stored_layout
 from ..runtime.parameters.state_dicts import Seats
-from ..runtime.parameters.zero3 import Zero3
+from ..runtime.parameters.zero3 import UnitGatherer
 from ..runtime.pipeline import TiedGradients
 from ..runtime.world import Groups, World
+from ..storage import ParameterSpec, effective_storage, storage_layout, stored_layout
 from .pipeline_ranks import PipelineRank
 
 
@@ -103,23 +104,24 @@ class ParameterSharder:
 
     def _zero3(
         self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, order: Sequence[str]
-    ) -> Zero3 | None:
+    ) -> UnitGatherer | None:
         units: dict[str, list[tuple[ParameterSpec, nn.Parameter]]] = {}
         for spec, parameter in pairs:
-            if spec.level == 3:
+            if spec.storage.shards_parameter:
                 units.setdefault(spec.unit, []).append((spec, parameter))
-        return Zero3(units, groups, [unit for unit in order if unit in units], self.wire) if units else None
+        return UnitGatherer(units, groups, [unit for unit in order if unit in units], self.wire) if units else None
 
     def _make_shard(self, full: Tensor, spec: ParameterSpec, groups: Groups) -> ShardedParameter:
         sizes = groups.mesh.sizes
         local = self._here(
-            shard_tensor(full.to(spec.dtype), spec, sizes, coordinates(groups), stored_layout(spec, sizes))
+            shard_tensor(full.to(compute_dtype(spec)), spec, sizes, coordinates(groups), stored_layout(spec, sizes))
         )
-        master = None
-        if spec.master:
+        own_shard, elsewhere = None, effective_storage(spec, sizes).shard_device if spec.trainable else None
+        if spec.master or elsewhere is not None:
             layout = storage_layout(spec, sizes)
-            master = self._here(shard_tensor(full.to(spec.true_dtype), spec, sizes, coordinates(groups), layout))
-        parameter = make_parameter(local, spec, groups, master)
+            own_shard = self._here(shard_tensor(full.to(true_dtype(spec)), spec, sizes, coordinates(groups), layout))
+            own_shard = own_shard.to(elsewhere or own_shard.device)
+        parameter = make_parameter(local, spec, groups, own_shard)
         parameter.prefix = self.prefix
         return parameter
 

@@ -7,17 +7,18 @@ in both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from ..emit import unit_of
 from ..errors import LoweringError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Mesh
 from ..lower import LoweredProgram
 from ..plan import PlanStage
-from ..runtime.parameters.spec import ParameterSpec, parse, wanted_groups
+from ..runtime.parameters.full_tensors import compute_dtype
 from ..runtime.parameters.state_dicts import Seats
+from ..runtime.parameters.table import parse
 from ..runtime.world import Groups
+from ..storage import ParameterSpec, wanted_groups
 from .files import Generated
 
 
@@ -68,19 +69,14 @@ def _pipeline_rank(mesh: Mesh, segments: Sequence[PlanStage], generated: Sequenc
 def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
     """Refuse a table of parameters in a generated file that says something else than its program."""
     faults: list[str] = []
-    wanted = {holding.key: holding for holding in program.parameters}
+    wanted = {spec.name: spec for spec in program.parameters}
     for spec in parsed:
-        holding = wanted.pop(spec.name, None)
-        if holding is None:
+        lowered = wanted.pop(spec.name, None)
+        if lowered is None:
             faults.append(f"{spec.name} is no parameter of the program")
             continue
-        dtype = str(spec.dtype).removeprefix("torch.")
-        unit = unit_of(holding.key) if any(level == 3 for _, level in holding.zero) else ""
-        for what, there, here in (
-            ("keys", spec.keys, holding.keys), ("shape", spec.shape, holding.shape), ("dtype", dtype, holding.dtype),
-            ("trainable", spec.trainable, holding.trainable), ("layout", spec.layout, holding.layout),
-            ("zero", spec.zero, holding.zero), ("unit", spec.unit, unit),
-        ):  # fmt: skip
+        for what in (field.name for field in fields(ParameterSpec) if field.compare):
+            there, here = getattr(spec, what), getattr(lowered, what)
             if there != here:
                 faults.append(f"{spec.name}: {what} is {there} in the file, and {here} in the program")
     faults += [f"{key} is missing" for key in wanted]
@@ -92,7 +88,8 @@ def with_masters(pp_ranks: Sequence[PipelineRank], graph: Graph) -> tuple[Pipeli
     """The same, where what is trained in less than float32 has a master."""
 
     def narrow(spec: ParameterSpec) -> bool:
-        return spec.trainable and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
+        dtype = compute_dtype(spec)
+        return spec.trainable and dtype.is_floating_point and dtype.itemsize < 4
 
     written = {parameter.key: parameter.update for parameter in graph.parameters if parameter.update is not None}
     for spec in (spec for pp_rank in pp_ranks for spec in pp_rank.specs if spec.name in written and narrow(spec)):
@@ -139,6 +136,6 @@ def keys_in_use(program: LoweredProgram) -> list[str]:
         for name in op.inputs:
             used.setdefault(name.split("@")[0], number)
     return [
-        parameter.key
+        parameter.name
         for parameter in sorted(program.parameters, key=lambda parameter: used.get(parameter.value, len(used)))
     ]

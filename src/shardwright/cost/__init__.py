@@ -3,7 +3,6 @@
 from ..ops.contexts import AlgorithmCollective, LocalCall, LocalTensor, SavedForBackward
 from .algorithm_collectives import algorithm_collectives
 from .call import local_call, local_elements, work_parts
-from .memory_timeline import MemoryPeak, simulate_memory
 from .saved_for_backward import saved_bytes, saved_for_backward
 from .strides import Strides, strides_of
 from .time import OpTime, join_time, op_time, update_time
@@ -18,7 +17,6 @@ __all__ = [
     "BackendTraits",
     "LocalCall",
     "LocalTensor",
-    "MemoryPeak",
     "OpTime",
     "SavedForBackward",
     "Strides",
@@ -33,7 +31,6 @@ __all__ = [
     "op_time",
     "saved_bytes",
     "saved_for_backward",
-    "simulate_memory",
     "strides_of",
     "training_flops",
     "update_time",

@@ -5,7 +5,6 @@
 """
 
 from .file import Emitted, emit
-from .parameters import unit_of
 from .validate import validate
 
-__all__ = ["Emitted", "emit", "unit_of", "validate"]
+__all__ = ["Emitted", "emit", "validate"]

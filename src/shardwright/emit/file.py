@@ -18,7 +18,7 @@ from .layers import RESERVED, Folder, Invoke, Item, LayerLoop, Method
 from .lines import narrowed
 from .names import RESERVED as RESERVED_WORDS
 from .names import Names, preferred_name
-from .parameters import bytes_per_rank, parameter_table, unit_of, unit_ranges
+from .parameters import bytes_per_rank, parameter_table, unit_ranges
 from .prologue import counts, known_names
 from .sizes import SizeNames
 from .validate import validate
@@ -52,12 +52,12 @@ class FileWriter:
         self.functions = {function_name(path): path for path in sorted(name.removeprefix("call.") for name in called)}
         self.sizes = SizeNames(program, [self.class_name, *self.functions])
         self.parts = program.mesh.sizes
-        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.parameters}
+        self.paths: dict[str, str] = {spec.value: spec.name for spec in program.parameters}
         self.paths |= {buffer.value: buffer.key for buffer in program.graph.buffers}
-        self.parameters = {holding.value: holding for holding in program.parameters}
+        self.parameters = {spec.value: spec for spec in program.parameters}
         self.fixed: dict[str, str] = {}  # constants: value -> attribute
         self.inputs = tuple(f"in_{at}" for at in range(len(program.graph.inputs)))
-        self.zero3 = any(level == 3 for holding in program.parameters for _, level in holding.zero)
+        self.gathers = any(spec.storage.shards_parameter for spec in program.parameters)
         self.units: dict[str, None] = {}
         tops = {key.split(".")[0] for key in self.paths.values()}
         own = {*RESERVED, *program.mesh.names, *program.graph.branches}
@@ -85,7 +85,7 @@ class FileWriter:
         }
         yield from self.head([name for name, is_used in used.items() if is_used])
         yield from table
-        if self.zero3:
+        if self.gathers:
             yield f"UNITS = [{', '.join(unit_ranges(self.in_order()))}]  # in the order in which they are gathered"
         yield ""
         yield ""
@@ -213,7 +213,7 @@ class FileWriter:
         yield f"        return {', '.join(names.words[name] for name in method.outputs)}"
 
     def body(self, items: Sequence[Item], names: Names, lead: str | None) -> Iterator[str]:
-        opened: dict[str, int] = self.last_units(items) if self.zero3 else {}
+        opened: dict[str, int] = self.last_units(items) if self.gathers else {}
         is_open: set[str] = set()
         context, source = "", ""
         for at, item in enumerate(items):
@@ -244,10 +244,10 @@ class FileWriter:
 
     def units_of(self, item: Item) -> list[str]:
         """The units that an op reads; methods open their own."""
-        if not self.zero3 or not isinstance(item, Op):
+        if not self.gathers or not isinstance(item, Op):
             return []
         parameters = [self.parameters[name] for name in item.inputs if name in self.parameters]
-        return list(dict.fromkeys(unit_of(h.key) for h in parameters if any(level == 3 for _, level in h.zero)))
+        return list(dict.fromkeys(spec.unit for spec in parameters if spec.storage.shards_parameter))
 
     def in_order(self) -> list[str]:
         """The units that methods open, in the order of their first use."""
@@ -315,7 +315,7 @@ class FileWriter:
         inputs = [self.ref(name, names, lead) for name in item.inputs]
         if item.at is not None:
             inputs = ["at" if item.at == lead else self.root + _path(item.at), *inputs]
-            if self.zero3 and lead is None:
+            if self.gathers and lead is None:
                 self.units.setdefault(item.at)
         words: list[str] = []
         for name in item.outputs:
@@ -348,7 +348,7 @@ class FileWriter:
                 results.append(names.bind(value, at, [*results, *reserved]))
         span = "" if (loop.first, loop.last + 1) == (0, loop.total) else f"[{loop.first}:{loop.last + 1}]"
         yield f"        for at in {self.root}{_path(loop.path)}{span}:"
-        if self.zero3:
+        if self.gathers:
             for index in range(loop.first, loop.last + 1):
                 self.units.setdefault(f"{loop.path}.{index}" if loop.path else str(index))
         yield f"            {', '.join(results)} = {_call(loop.method, ['at', *words], loop.recompute)}"

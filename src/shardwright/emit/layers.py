@@ -114,7 +114,7 @@ class Folder:
 
     def __init__(self, program: LoweredProgram, sizes: SizeNames) -> None:
         self.program, self.sizes = program, sizes
-        self.keys = {holding.value: holding.key for holding in program.parameters}
+        self.keys = {spec.value: spec.name for spec in program.parameters}
         self.keys |= {buffer.value: buffer.key for buffer in program.graph.buffers}
         self.stored = set(self.keys) | {name for op in program.constants for name in op.outputs}
         self.readers: dict[str, list[int]] = {}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 WIDTH = 120
-BRACKETS = {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}
+COMMENT = "  # "
 
 
 def narrowed(line: str) -> list[str]:
     """A line that is too long has its comment above it, and its arguments on lines of their own if need be."""
     if len(line) <= WIDTH:
         return [line]
-    code, mark, comment = line.partition("  # ")
+    mark = next((at for at, _ in _outside_of_strings(line) if line.startswith(COMMENT, at)), len(line))
+    code, comment = line[:mark], line[mark + len(COMMENT) :]
     pad = code[: len(code) - len(code.lstrip())]
-    above = [f"{pad}# {comment.strip()}"] if mark else []
+    above = [f"{pad}# {comment.strip()}"] if comment else []
     if len(code) <= WIDTH or not code.endswith((")", "),")):
         return [*above, code]
     head, items, tail = _arguments(code)
@@ -28,15 +32,33 @@ def narrowed(line: str) -> list[str]:
 def _arguments(code: str) -> tuple[str, list[str], str]:
     """The last call of a line: what stands before its arguments, the arguments, and what closes it."""
     tail = ")," if code.endswith("),") else ")"
-    depth, at = 0, len(code) - len(tail)
-    for at in range(len(code) - len(tail), -1, -1):
-        depth += BRACKETS.get(code[at], 0)
-        if depth == 0:
+    end = len(code) - len(tail)
+    opened: list[list[int]] = []  # for each open bracket where it stands, and the commas directly in it
+    for at, sign in _outside_of_strings(code):
+        if at == end:
             break
-    inside, items, start = code[at + 1 : len(code) - len(tail)], [], 0
-    for here, sign in enumerate(inside):
-        depth += BRACKETS.get(sign, 0)
-        if sign == "," and depth == 0:
-            items.append(inside[start:here].strip())
-            start = here + 1
-    return code[: at + 1], [*items, inside[start:].strip()], tail
+        if sign in "([{":
+            opened.append([at])
+        elif sign in ")]}":
+            opened.pop()
+        elif sign == "," and opened:
+            opened[-1].append(at)
+    bounds = [*opened[-1], end]
+    items = [code[start + 1 : stop].strip() for start, stop in pairwise(bounds)]
+    return code[: bounds[0] + 1], items, tail
+
+
+def _outside_of_strings(code: str) -> Iterator[tuple[int, str]]:
+    """The characters of a line with their places, but for those of its strings."""
+    quote = ""
+    skip = False
+    for at, sign in enumerate(code):
+        if skip:
+            skip = False
+        elif quote:
+            skip = sign == "\\"
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        else:
+            yield at, sign

@@ -7,48 +7,44 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..ir.graph import ITEM_SIZE
 from ..layout import REPLICATE
-from ..lower import LoweredProgram, ParameterPlacement
+from ..lower import LoweredProgram
 from ..ops.printing import plain, show_shard
+from ..storage import ParameterSpec
 from .layers import layer_of
 
 
-def unit_of(key: str) -> str:
-    """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
-    layer = layer_of(key)
-    return "" if layer is None else f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1])
-
-
 def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
-    rows = {holding.key: parameter_text(holding, program) for holding in program.parameters}
+    rows = {spec.name: parameter_text(spec, program) for spec in program.parameters}
+    units = {spec.name: spec.unit for spec in program.parameters}
     yield f"PARAMETERS = {{  # key in {class_name}.state_dict() -> how it is stored"
-    for key, text in _starred(rows).items():
+    for key, text in _starred(rows, units).items():
         yield f'    "{key}": {text},'
     yield "}"
 
 
-def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
+def parameter_text(spec: ParameterSpec, program: LoweredProgram) -> str:
     parts = program.mesh.sizes
-    shown = [f"shape={_tuple(holding.shape)}"]
+    shown = [f"shape={_tuple(spec.shape)}"]
     shards = []
-    for dim, split in enumerate(holding.layout.shards):
+    for dim, split in enumerate(spec.layout.shards):
         texts = [f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in split]
         if texts:
             shards.append(f"{dim}: {texts[0] if len(texts) == 1 else '(' + ', '.join(texts) + ')'}")
     if shards:
         shown.append(f"shards={{{', '.join(shards)}}}")
-    sums = [name for name in program.mesh.names if holding.layout.placement(name) == REPLICATE]
+    sums = [name for name in program.mesh.names if spec.layout.placement(name) == REPLICATE]
     if sums:
         shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))
-    if holding.zero:
-        shown.append(f"zero={{{', '.join(f'{axis!r}: {level}' for axis, level in holding.zero)}}}".replace("'", '"'))
-    if not holding.trainable:
+    if spec.storage.axes:
+        shown.append(f"zero={spec.storage.written()}".replace("'", '"'))
+    if not spec.trainable:
         shown.append("frozen=True")
-    if holding.dtype != "float32":
-        shown.append(f"dtype=torch.{holding.dtype}")
-    if len(holding.keys) > 1:
-        shown.append("tied=(" + "".join(f'"{key}", ' for key in holding.keys[1:]).rstrip() + ")")
-    if any(level == 3 for _, level in holding.zero) and unit_of(holding.key):
-        shown.append(f'unit="{unit_of(holding.key)}"')
+    if spec.dtype != "float32":
+        shown.append(f"dtype=torch.{spec.dtype}")
+    if len(spec.keys) > 1:
+        shown.append("tied=(" + "".join(f'"{key}", ' for key in spec.keys[1:]).rstrip() + ")")
+    if spec.unit:
+        shown.append(f'unit="{spec.unit}"')
     return f"ParameterEntry({', '.join(shown)})"
 
 
@@ -56,15 +52,14 @@ def _tuple(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
-def bytes_per_rank(holding: ParameterPlacement, sizes: Mapping[str, int]) -> int:
+def bytes_per_rank(spec: ParameterSpec, sizes: Mapping[str, int]) -> int:
     """What the first rank keeps of a parameter."""
-    total = math.prod(holding.layout.local_shape(holding.shape, sizes, dict.fromkeys(sizes, 0)))
-    for axis, level in holding.zero:
-        total = -(-total // sizes[axis]) if level == 3 else total
-    return total * ITEM_SIZE.get(holding.dtype, 4)
+    total = math.prod(spec.layout.local_shape(spec.shape, sizes, dict.fromkeys(sizes, 0)))
+    total = math.ceil(spec.storage.stored(total, spec.storage.parts(sizes)).parameter)
+    return total * ITEM_SIZE.get(spec.dtype, 4)
 
 
-def _starred(rows: Mapping[str, str]) -> dict[str, str]:
+def _starred(rows: Mapping[str, str], units: Mapping[str, str]) -> dict[str, str]:
     """Keys that differ only in the layer's number and are held alike, said once."""
 
     def star(key: str) -> str:
@@ -75,7 +70,7 @@ def _starred(rows: Mapping[str, str]) -> dict[str, str]:
         return f"{lead}*{key[len(lead) + len(str(layer[1])) :]}"
 
     def starred_text(key: str, text: str) -> str:
-        return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
+        return text.replace(f'unit="{units[key]}"', f'unit="{star(units[key])}"')
 
     texts: dict[str, set[str]] = {}
     for key, text in rows.items():

@@ -62,7 +62,7 @@ class SizeNames:
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
         self.uneven: dict[str, SizeFactor] = {}
         self.used: set[str] = set(taken)  # names that stand for something else in the file, such as its class
-        keys = (*(h.key for h in program.parameters), *(b.key for b in program.graph.buffers))
+        keys = (*(spec.name for spec in program.parameters), *(b.key for b in program.graph.buffers))
         self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
 
     def text(self, size: Size) -> str:

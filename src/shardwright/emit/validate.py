@@ -28,7 +28,6 @@ from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults
-from .parameters import unit_of
 
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
@@ -125,8 +124,8 @@ class _TextReader:
 
     def __init__(self, program: LoweredProgram, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
         self.program, self.file, self.methods = program, file, methods
-        split = [holding for holding in program.parameters if any(level == 3 for _, level in holding.zero)]
-        self.gathered_by = {holding.value: unit_of(holding.key) for holding in split}  # the unit that holds a value
+        gathered = [spec for spec in program.parameters if spec.storage.shards_parameter]
+        self.gathered_by = {spec.value: spec.unit for spec in gathered}  # the unit that holds a value
         self.updates: list[tuple[str, str]] = []
         self.coming: list[Op] = []  # ops of the program that no line was met for yet, the next one last
         self.contexts: list[Context] = []

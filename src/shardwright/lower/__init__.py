@@ -3,12 +3,11 @@
 from .overlap import reshard_kind
 from .passes import PASSES, run, transform
 from .place import PlacementTask, Placer
-from .program import LoweredProgram, ParameterPlacement, PrologueValue, Size, SizeFactor
+from .program import LoweredProgram, PrologueValue, Size, SizeFactor
 
 __all__ = [
            "PASSES",
            "LoweredProgram",
-           "ParameterPlacement",
            "PlacementTask",
            "Placer",
            "PrologueValue",

@@ -10,14 +10,13 @@ from .overlap import awaited_later, count_early, in_place, overlap, put_off
 from .place import Placer, check_edges
 from .program import LoweredProgram
 from .prologue import check_time, prologue
-from .tidy import fold_bias, fold_mean, fuse, hoist, prune, relax_layouts
+from .tidy import fold_bias, fold_mean, hoist, prune, relax_layouts
 
 Pass = Callable[[LoweredProgram], LoweredProgram]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
     ("check edges: every input has the layout its op asks for", check_edges),
     ("prune: ops nobody reads", prune),
-    ("fuse: reductions in a row over several axes", fuse),
     ("localize: sizes and algorithms of this rank", localize),
     ("loosen: views of a share are reshapes", relax_layouts),
     ("prologue: what all microbatches need", prologue),

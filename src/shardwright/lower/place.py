@@ -13,15 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..cost.reshard_prices import ReshardPrices, prices_of
+from ..cost.reshard_search import LayoutForm, forms_of
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
+from ..ir.paths import layer_of
 from ..ir.recompute import regions_of
 from ..layout import INVARIANT, MB, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
-from ..reshard import LayoutForm, Reshard, forget_gradient, forms_of, parameter_layout, same_placement
+from ..reshard import Reshard, forget_gradient, parameter_layout, same_placement
 from ..rules import FAN, Analysis, Choices
 from ..rules.replica_axes import batch_layout, replica_axes
-from .program import LoweredProgram, ParameterPlacement
+from ..storage import ParameterSpec, Replicated, Storage, restricted
+from .program import LoweredProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class PlacementTask:
     """What is to be placed: a graph, or the graph of a segment, on a mesh.
 
     mesh        with the axis in time, if there are microbatches
+    prices      by which reshards are chosen: those of the plan, or bytes
     storage_options    layouts of parameters, where that is decided already
     mode        "per_replica" if each data-parallel replica passes its own samples
     entering    values received from other segments, with their layout over microbatches
@@ -42,7 +47,7 @@ class PlacementTask:
     mesh: Mesh
     choices: Choices
     recompute: tuple[str, ...] = ()
-    storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
     storage_options: Mapping[str, Layout] = field(default_factory=dict)
     mode: str = "global"
     entering: Mapping[str, Layout] = field(default_factory=dict)
@@ -53,6 +58,7 @@ class PlacementTask:
     header: tuple[str, ...] = ()
     stepped: bool = False
     puts_off: bool = False
+    prices: ReshardPrices | None = None
 
 
 class Placer:
@@ -68,6 +74,7 @@ class Placer:
         )
         graph = task.graph
         self.sizes = task.mesh.sizes
+        self.prices = task.prices or prices_of(task.mesh, None)
         self.values: dict[str, Value] = {}
         self.layouts: dict[str, Layout] = {}
         self.ops: list[Op] = []
@@ -198,7 +205,7 @@ class Placer:
         self.values[name] = value
         self.layouts[name] = layout
         goals, item = self.uses[name], ITEM_SIZE.get(value.dtype, 4)
-        root, forms = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
+        root, forms = forms_of(layout, goals, value.shape, item, self.prices, value.gradient)
         root.name = name
         self.forms[name] = forms
 
@@ -265,15 +272,15 @@ class Placer:
             at = at.parent
         return at is node
 
-    def _requested(self, parameter: Parameter) -> tuple[tuple[str, int], ...]:
-        """The ZeRO level that the plan asks for, by axis."""
-        return tuple(pair for pair in self.task.storage.get(parameter.key, ()) if pair[0] in self.sizes)
+    def _requested(self, parameter: Parameter) -> Storage:
+        """The storage that the plan asks for, on the axes that there are."""
+        return restricted(self.task.storage.get(parameter.key, Replicated()), self.sizes)
 
     def _storage_layout(self, parameter: Parameter) -> Layout:
         layout, uses = self.storage_options.get(parameter.key), self.uses[parameter.value]
         if layout is None:
             layout = parameter_layout(uses, self.mesh, len(self.graph.values[parameter.value].shape))
-            for axis, _ in self._requested(parameter) if uses else ():  # kept in shares: its gradient is a sum
+            for axis in self._requested(parameter).axes if uses else ():  # kept in shares: its gradient is a sum
                 layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
         return layout.with_placement(MB, INVARIANT) if MB in self.sizes and layout.shard_of(MB) is None else layout
 
@@ -285,10 +292,11 @@ class Placer:
         layout = self._storage_layout(parameter)
         return layout if parameter.trainable else forget_gradient(layout)
 
-    def _hold(self, parameter: Parameter) -> ParameterPlacement:
+    def _hold(self, parameter: Parameter) -> ParameterSpec:
         value, requested = self.graph.values[parameter.value], self._requested(parameter)
         layout = self._storage_layout(parameter)
-        zero = tuple(pair for pair in requested if not parameter.trainable or layout.placement(pair[0]) == REPLICATE)
+        summed = [axis for axis in requested.axes if not parameter.trainable or layout.placement(axis) == REPLICATE]
+        storage = restricted(requested, summed)
         if layout.shard_of(MB) is not None:
             raise LoweringError(
                 f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
@@ -298,14 +306,15 @@ class Placer:
         layout = self._stored_as(parameter)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
         self._produce(parameter.value, layout.with_placement(MB, REPLICATE) if added_up else layout)
-        return ParameterPlacement(
+        return ParameterSpec(
             value=parameter.value,
             keys=parameter.keys,
             shape=value.shape,
             dtype=value.dtype,
             trainable=parameter.trainable,
             layout=layout,
-            zero=zero,
+            storage=storage,
+            unit=layer_of(parameter.key) if storage.shards_parameter else "",
         )
 
 

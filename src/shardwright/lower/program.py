@@ -14,6 +14,7 @@ from typing import Any
 from ..ir import Graph, Input, Op, Value
 from ..layout import MB, Layout, Mesh, Reduction, chunk_bounds
 from ..rules import Analysis
+from ..storage import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +51,6 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterPlacement:
-    """How a parameter is placed: sharded for compute, its gradient reduced over axes, stored as ZeRO says."""
-
-    value: str
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    layout: Layout
-    zero: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def key(self) -> str:
-        return self.keys[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrologueValue:
     """A value that all microbatches need and no parameter goes into: `source` of each, reduced over time and `axes`."""
 
@@ -87,7 +71,7 @@ class LoweredProgram:
     plan_policy: str
     values: Mapping[str, Value]
     layouts: Mapping[str, Layout]
-    parameters: tuple[ParameterPlacement, ...]
+    parameters: tuple[ParameterSpec, ...]
     constants: tuple[Op, ...] = ()  # run once, whole, when the program is loaded
     body: tuple[Op, ...] = ()
     outputs: tuple[str | None, ...] = ()  # the value for each output of the graph, None for a literal

@@ -1,59 +1,15 @@
-"""Passes that make the program shorter: fused reshards, constants out of the way, biases back in."""
+"""Passes that make the program shorter: constants out of the way, biases back in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import MB, join_shards
+from ..layout import MB
 from ..ops import Kernel, spec_of
 from ..ops.losses import COUNTED
 from .program import LoweredProgram
-
-SUMS = ("comm.all_reduce", "comm.replicate", "comm.all_reduce_to_r", "comm.reduce")
-JOINS = ("comm.all_gather", "comm.all_gather_to_r", "comm.zero_pad")
-CUTS = ("comm.shard", "comm.shard_from_r", "comm.reduce_scatter")
-
-
-def fuse(program: LoweredProgram) -> LoweredProgram:
-    """Reshards of one kind in a row, over several axes, become one over their product."""
-    users, needed = program.users(), program.needed()
-    producers: dict[str, Op] = {}
-    gone: set[str] = set()
-    for op in program.body:
-        if op.target in (*SUMS, *JOINS, *CUTS):
-            row = [op]
-            while (before := producers.get(row[0].inputs[0])) is not None and before.target == op.target:
-                if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:
-                    break
-                row.insert(0, before)
-            fused = None
-            while len(row) > 1 and (fused := _fused(row, program)) is None:
-                row.pop(0)
-            gone.update(op.outputs[0] for op in row[:-1])
-            producers[op.outputs[0]] = fused or op
-    body = [producers.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
-    return program.with_(body=tuple(body))
-
-
-def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
-    """Reshards of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
-    first, last = row[0], row[-1]
-    if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
-        return None
-    fused = replace(last, inputs=first.inputs)
-    axes = tuple(axis for op in row for axis in op.argument("axes"))
-    if last.target in SUMS:
-        return fused.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
-    if MB in axes or any(op.region != last.region for op in row):
-        return None
-    (name,) = first.inputs if last.target in JOINS else last.outputs
-    shards = program.layouts[name].shards[last.argument("dim")][-len(axes) :]
-    joined = join_shards(shards, program.mesh.sizes) if {shard.axis for shard in shards} == set(axes) else None
-    return None if joined is None else fused.with_arguments(axes=tuple(shard.axis for shard in shards), sharding=joined)
-
 
 SHARES = ("comm.shard", "comm.shard_from_r")
 
@@ -134,10 +90,6 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
     """A matmul or convolution and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
     producers = {name: op for op in program.body for name in op.outputs}
-    parameters = {holding.value for holding in program.parameters}
-    parameters |= {
-        name for name, op in producers.items() if op.target == "aten._to_copy.default" and op.inputs[0] in parameters
-    }
     replaced: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
@@ -155,16 +107,17 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
             bias = view.inputs[0]
         elif spatial:
             continue
+        if len(program.values[bias].shape) != 1:  # what F.linear and F.conv2d take
+            continue
         alone = len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed
         if (product.no_grad, product.autocast, product.region) != (op.no_grad, op.autocast, op.region):
             continue
-        if spatial and not _per_channel(program.values[op.inputs[1]].shape, program.values[op.outputs[0]].shape):
+        addend, out = program.values[op.inputs[1]], program.values[op.outputs[0]]
+        if not (_per_channel(addend.shape, out.shape) if spatial else addend.shape == out.shape[-1:]):
             continue
-        if (
-            not alone
-            or bias not in parameters
-            or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest
-        ):
+        if addend.dtype != program.values[op.inputs[0]].dtype:
+            continue
+        if not alone or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest:
             continue
         replaced[op.name] = _with_bias(product, op, bias)
         gone.add(product.name)

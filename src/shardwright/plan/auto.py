@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import MemoryPeak, TrainingSetup
-from ..cost.reshard_prices import ReshardPrices
+from ..cost import TrainingSetup
+from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..layout import Axis, Mesh
+from ..memory import MemoryPeak
 from ..rules import Analysis
 from .builder import PlanBuilder
 from .clash import find_clash, format_bytes, with_memory
@@ -366,7 +367,7 @@ def extend(plan: Plan, analysis: Analysis, cluster: Cluster, training: TrainingS
         if op.name in known
     }
     kinds = OpKinds(analysis, training, {**allowed, **plan.storage})
-    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), allowed=allowed)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), allowed=allowed)
     tables = Tables(ProblemStructure(kinds), spaces, StoragePricing(spaces, fixed=plan.storage))
     solution = solve(tables.problem())
     assert solution.states is not None
@@ -385,9 +386,7 @@ def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: C
     builder = PlanBuilder(analysis.graph, mesh, analysis)
     for op, choice in choices.items():
         builder.choices[op] = {names[axis]: role for axis, role in choice.items()}
-    for key, levels in storage.items():
-        for axis, level in levels:
-            builder.storage.setdefault(key, {})[names[axis]] = level
+    builder.storage |= {key: stored.renamed(names).written() for key, stored in storage.items() if stored.axes}
     for path in tables.recompute(states):
         builder.recompute(path)
     for item in constraints.items:

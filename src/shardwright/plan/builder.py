@@ -3,7 +3,7 @@
     builder.ops                        the ops that can be split, in order
     builder.roles(op)                  how an op can be split
     builder.split(op, axis, role)      split it so
-    builder.store(key, axis, level)    ZeRO level of a parameter
+    builder.store(key, axis, kind)     how a parameter is stored
     builder.recompute(path)            activation checkpointing of a module
     builder.note(text)                 something the user should know
 
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..errors import PlanError
+from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
 from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
 from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_random
+from ..storage import Storage, parse_storage
 from .plan import Plan, PlanStage
 from .strings import outer_of
 
@@ -33,7 +34,7 @@ class PlanBuilder:
         self.mesh, self.lenient = mesh, lenient
         self.analysis = analysis or analyse(graph)
         self.choices: dict[str, dict[str, str]] = {}
-        self.storage: dict[str, dict[str, int]] = {}
+        self.storage: dict[str, dict[str, int | str]] = {}
         self.recomputed: list[str] = []
         self.foreseen: dict[str, frozenset[str]] = {}  # by axis: values whose sums over it are known beforehand
         self.notes: list[str] = list(graph.notes)
@@ -80,9 +81,9 @@ class PlanBuilder:
             )
         self.choices.setdefault(op.name, {})[axis.name] = role.name
 
-    def store(self, key: str, axis: Axis, level: int) -> None:
-        """Shard a parameter's optimizer state (level 1), gradient too (2), or all of it (3) along an axis."""
-        self.storage.setdefault(key, {})[axis.name] = level
+    def store(self, key: str, axis: Axis, kind: int | str) -> None:
+        """Shard a parameter's optimizer state (1), gradient too (2), or all of it (3) along an axis (see `storage`)."""
+        self.storage.setdefault(key, {})[axis.name] = kind
 
     def recompute(self, path: str) -> None:
         """Activation checkpointing: save only the inputs of a module ("blocks.3", "blocks.3.mlp") for backward."""
@@ -153,9 +154,15 @@ class PlanBuilder:
             cluster=cluster,
             fingerprints={self.graph.entry: self.graph.fingerprint},
             entries={self.graph.entry: (segment,)},
-            storage={key: tuple(levels.items()) for key, levels in self.storage.items()},
+            storage=self._stored(),
             notes=tuple(dict.fromkeys(self.notes)),
         )
+
+    def _stored(self) -> dict[str, Storage]:
+        try:
+            return {key: parse_storage(kinds) for key, kinds in self.storage.items()}
+        except LayoutError as error:
+            raise PlanError(f"a parameter can't be stored as the plan asks: {error}") from error
 
     def _note_probed(self) -> None:
         """Say which rules nobody wrote, once for each kind of op and rule."""

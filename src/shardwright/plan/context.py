@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..cluster import Cluster
 from ..cost import TrainingSetup, is_matmul
-from ..cost.reshard_prices import ReshardPrices
+from ..cost.reshard_tables import ReshardTables
 from ..ir.paths import prefixes
 from ..ir.recompute import faults_of, layers_of
 from ..rules import Analysis
@@ -102,7 +102,7 @@ class SearchContext:
                 return None
             return self._remember(Tables(skeleton, like.spaces, like.storing, like.rows, like, self._other(skeleton)))
         spaces = ChoiceSpaces(
-            kinds, ReshardPrices(candidate.mesh, self.cluster),
+            kinds, ReshardTables(candidate.mesh, self.cluster),
             data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
         )  # fmt: skip
         constrained = {kinds.of[name] for name in (*limits.demands, *limits.together)}

@@ -15,6 +15,7 @@ from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Mesh
 from ..rules import Analysis
+from ..storage import Replicated, Storage
 from .folding import star
 
 MOST_EXPENSIVE = 5
@@ -79,13 +80,12 @@ def atom_kinds(analysis: Analysis) -> dict[int, str]:
     return dict.fromkeys(analysis.owned, "weights") | dict.fromkeys(analysis.batch, "batch")
 
 
-def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]]) -> dict[str, float]:
+def stored_bytes(graph: Graph, storage: Mapping[str, Storage]) -> dict[str, float]:
     """Bytes of full parameters by how they are stored, most first: {"ZeRO-3 over dp": ..., "not split": ...}."""
     bytes_by_storage: dict[str, float] = {}
     for parameter in graph.parameters:
-        levels = tuple(storage.get(parameter.key, ()))
-        over = ", ".join(axis for axis, _ in levels)
-        how = f"ZeRO-{max(level for _, level in levels)} over {over}" if levels else "not split for storage"
+        stored = storage.get(parameter.key, Replicated())
+        how = f"{stored.title} over {', '.join(stored.axes)}" if stored.axes else "not split for storage"
         value = graph.values[parameter.value]
         bytes_by_storage[how] = bytes_by_storage.get(how, 0.0) + value.elements * ITEM_SIZE.get(value.dtype, 4)
     return dict(sorted(bytes_by_storage.items(), key=lambda item: -item[1]))

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import LayoutError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
+from ..storage import Storage, parse_storage
 from .folding import uncover, unfold, unfold_paths
 from .plan import VERSION, Plan, PlanStage
 
@@ -34,10 +35,7 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
                 _refuse(data, entry, graph)
             entries[entry] = _segments(data, segments, graph, path)
     keys = [key for parameter in graph.parameters for key in parameter.keys]
-    storage = {
-        key: tuple((axis, level) for axis, level in levels.items())
-        for key, levels in unfold(data["storage"], keys).items()
-    }
+    storage = read_storage(unfold(data["storage"], keys), path)
     return Plan(
         model=data["model"],
         policy=data["policy"],
@@ -52,6 +50,19 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
         notes=tuple(data["notes"]),
         predicted=data["predicted"],
     )
+
+
+def read_storage(written: Mapping[str, Any], path: str | Path) -> dict[str, Storage]:
+    """How a plan file stores each parameter."""
+    storage: dict[str, Storage] = {}
+    faults: list[str] = []
+    for key, axes in written.items():
+        try:
+            storage[key] = parse_storage(axes)
+        except LayoutError as error:
+            faults.append(f"{key}: {error}")
+    raise_all(PlanError, f"{path} stores parameters in ways that there are not:", faults)
+    return storage
 
 
 def mesh_of(data: Mapping[str, Any], segment: Mapping[str, Any]) -> Mesh:

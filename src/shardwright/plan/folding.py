@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import PlanError, raise_all
 from ..ir.paths import prefixes
+from ..storage import Storage
 
 _NUMBER = re.compile(r"(?<![\w*])\d+(?=[./@ ]|$)")
 
@@ -32,7 +33,7 @@ def fold(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
+    return dict(value) if isinstance(value, Mapping) else value.written() if isinstance(value, Storage) else value
 
 
 def unfold(entries: Mapping[str, Any], names: Sequence[str], where: str = "the model") -> dict[str, Any]:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..cluster import Cluster
+from ..cost.reshard_prices import prices_of
 from ..errors import LoweringError
 from ..ir import Graph
 from ..layout import MB, Block, Layout, Mesh, Partial, Shard, make_layout, replicated
 from ..lower import LoweredProgram, PlacementTask, Placer, run
 from ..lower.place import in_time
 from ..rules import Analysis, analyse
+from ..storage import Storage
 from .pipeline import microbatches_of, schedule_of, timed
 from .plan import Plan, PlanStage
 from .stages import OpSequence, StagedGraph, StageValue, split_graph
@@ -92,6 +95,7 @@ def lower(
         mode=mode,
         plan_name=plan.name,
         plan_policy=plan.policy,
+        prices=prices_of(stage.mesh, plan.made_for),
     )
     return run(Placer(task), show)
 
@@ -116,6 +120,7 @@ def lower_pipeline(
         stages,
         meshes,
         plan.storage,
+        plan.made_for,
         storage_options=storage_options,
         mode=mode,
         plan_name=plan.name,
@@ -145,7 +150,8 @@ def place_stages(
     staged: StagedGraph,
     stages: Sequence[PlanStage],
     meshes: Sequence[Mesh],
-    storage: Mapping[str, tuple[tuple[str, int], ...]],
+    storage: Mapping[str, Storage],
+    cluster: Cluster | None,
     *,
     storage_options: Sequence[ParameterLayouts] = (),
     header: tuple[str, ...] = (),
@@ -154,6 +160,7 @@ def place_stages(
     """The placers of all stages, the last one first: what a stage wants decides how the one before it gives.
 
     meshes    with the axis in time
+    cluster   by whose prices reshards are chosen; None: by bytes
     options   of every `PlacementTask`
     """
     graph = analysis.graph
@@ -179,6 +186,7 @@ def place_stages(
             title=f"segment {number} of {len(stages)}" if len(stages) > 1 else "",
             header=(*header, *_header(number, staged.crossings)),
             stepped=True,
+            prices=prices_of(meshes[number], cluster, stages[number].mesh),
             **options,
         )
         placer = Placer(task)

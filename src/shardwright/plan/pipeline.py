@@ -86,7 +86,7 @@ def build_pipeline(
     plans = [stage_policy.plan for stage_policy in drawn.values()]
     return replace(
         plans[0],
-        storage={key: levels for plan in plans for key, levels in plan.storage.items()},
+        storage={key: stored for plan in plans for key, stored in plan.storage.items()},
         notes=tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
         policy=str(request),
         cluster=cluster,

@@ -17,11 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..cluster import Cluster
 from ..errors import PlanError, raise_all
 from ..ir import Graph
 from ..ir.paths import prefixes
 from ..layout import Mesh
 from ..rules import Choices
+from ..storage import Storage
 from .folding import cover, fold, star
 
 VERSION = 1
@@ -65,13 +67,14 @@ class Plan:
     cluster: str
     fingerprints: Mapping[str, str]  # of the graph of each entry
     entries: Mapping[str, tuple[PlanStage, ...]]
-    storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)  # of each parameter, if any is sharded for storage
     microbatches: int = 1
     schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
     steps: Mapping[str, Any] | None = None  # a custom schedule in full, as `Schedule.to_json` says it
     local: bool = False  # each microbatch is a batch of its own (microbatch_semantics="local")
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    made_for: Cluster | None = field(default=None, compare=False, repr=False)  # prices reshards; not in the file
     as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
 
     @property
@@ -139,7 +142,7 @@ class Plan:
             "microbatches": self.microbatches,
             **pipeline,
             "fingerprints": dict(sorted(self.fingerprints.items())),
-            "storage": {key: dict(levels) for key, levels in sorted(folded(self.storage).items())},
+            "storage": {key: stored.written() for key, stored in sorted(folded(self.storage).items())},
             "entries": {
                 entry: [
                     {

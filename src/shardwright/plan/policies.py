@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..cost import flops, is_matmul
+from ..cost.reshard_prices import prices_of
+from ..cost.reshard_search import cheapest_tree
 from ..errors import PlanError
 from ..ir import Graph
-from ..layout import Axis, chunk_bounds
+from ..ir.graph import ITEM_SIZE
+from ..layout import Axis, Layout, chunk_bounds, replicated
 from ..rules import Analysis, analyse
 from ..rules.replica_axes import replicas
+from ..storage import SHARDED_KINDS, Storage
 from .builder import PlanBuilder
 from .plan import Plan
 from .strings import PolicyRequest, outer_of
@@ -104,23 +108,19 @@ def ep(builder: PlanBuilder, axis: Axis) -> None:
         builder.note(f"{axis.name}={axis.size}: no layer of experts can be split; data parallel instead")
 
 
-def zero(level: int) -> Policy:
+def stored_as(kind: type[Storage]) -> Policy:
     def policy(builder: PlanBuilder, axis: Axis) -> None:
         dp(builder, axis)
         for parameter in builder.graph.parameters:
-            if parameter.trainable or level == 3:
-                builder.store(parameter.key, axis, level)
+            if parameter.trainable or kind.shards_parameter:
+                builder.store(parameter.key, axis, kind.symbol)
 
-    policy.__doc__ = {
-        1: "Data parallel with the optimizer state sharded (ZeRO-1).",
-        2: "Data parallel with the optimizer state and the gradients sharded (ZeRO-2).",
-        3: "Data parallel with parameters, gradients and the optimizer state sharded (ZeRO-3).",
-    }[level]
+    policy.__doc__ = f"Data parallel with {kind.describe()} sharded ({kind.title})."
     return policy
 
 
 POLICIES: dict[str, Policy] = {
-    "dp": dp, "tp": tp, "sp": sp, "ep": ep, "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)
+    "dp": dp, "tp": tp, "sp": sp, "ep": ep, **{kind.name: stored_as(kind) for kind in SHARDED_KINDS}
 }  # fmt: skip
 
 
@@ -194,26 +194,22 @@ def rank_atoms(builder: PlanBuilder, axis: Axis) -> list[int]:
 
 
 def bytes_moved(builder: PlanBuilder, axis: Axis, atom: int) -> float:
-    """What is reduced or gathered if every op that can takes an atom on an axis, each value once."""
-    graph, values = builder.graph, builder.graph.values
-    split = {op.name for op, _ in builder.analysis.by_atom[atom]}
-    moved: dict[str, float] = {}
-    for op, role in builder.analysis.by_atom[atom]:
-        inputs, outputs = builder.signature(op).layouts({axis.name: role.name}, builder.mesh)
-        for name, layout in zip(op.outputs, outputs, strict=True):
-            if layout.shard_of(axis.name) is None and layout.rest:
-                moved[name] = 2.0 * values[name].bytes
-            elif any(user.name not in split for user, _ in graph.users[name]):
-                moved[name] = 1.0 * values[name].bytes
-        for name, layout in zip(op.inputs, inputs, strict=True):
-            producer = graph.producer.get(name)
-            if graph.parameter_of(name) is not None:
-                continue
-            if layout.rest and values[name].gradient:
-                moved[name] = 2.0 * values[name].bytes
-            elif layout.shard_of(axis.name) and producer is not None and producer.name not in split:
-                moved[name] = 0.0 if name in builder.analysis.constants else 1.0 * values[name].bytes
-    return sum(moved.values())
+    """The price of the reshards if every op that can takes an atom on an axis, and all others are replicated."""
+    graph, analysis, prices = builder.graph, builder.analysis, prices_of(builder.mesh, None)
+    produced, read = dict[str, Layout](), dict[tuple[str, int], Layout]()
+    for op, role in analysis.by_atom[atom]:
+        if not analysis.is_constant(op):
+            inputs, outputs = builder.signature(op).layouts({axis.name: role.name}, builder.mesh)
+            produced |= zip(op.outputs, outputs, strict=True)
+            read |= {(op.name, at): layout for at, layout in enumerate(inputs)}
+    moved = 0.0
+    for name in dict.fromkeys((*produced, *(graph.by_name[op].inputs[at] for op, at in read))):
+        if graph.parameter_of(name) is None:
+            value, whole = graph.values[name], replicated(len(graph.values[name].shape))
+            goals = [read.get((user.name, at), whole) for user, at in graph.users[name]]
+            item = ITEM_SIZE.get(value.dtype, 4)
+            moved += cheapest_tree(produced.get(name, whole), goals, value.shape, item, prices, value.gradient).cost
+    return moved
 
 
 def sequence_atoms(builder: PlanBuilder, axis: Axis) -> set[int]:

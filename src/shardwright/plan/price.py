@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import MemoryPeak, TrainingSetup
+from ..cost import TrainingSetup
 from ..cost.algorithm_collectives import algorithm_collectives
-from ..cost.reshard_prices import ReshardPrices
+from ..cost.reshard_search import find_reshards
+from ..cost.reshard_tables import ReshardTables
 from ..cost.resources import Resource, phases, seconds
 from ..errors import PlanError
 from ..ir import Graph
-from ..reshard import COLLECTIVES, Reshard, find_reshards
+from ..memory import MemoryPeak
+from ..reshard import COLLECTIVES, Reshard
 from ..rules import Analysis
 from .digest import AxisUse, axis_uses, fold_parts, stored_bytes
 from .op_kinds import OpKinds
@@ -161,7 +163,7 @@ def price(
     decisions: dict[str, object] = {**choices, **plan.storage}
     kinds = OpKinds(analysis, training, decisions)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
-    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), fixed=choices)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=choices)
     tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
     solution = solve(tables.problem())
     if solution.states is None:
@@ -260,7 +262,7 @@ class PricedReshard(NamedTuple):
 
 def _reshards(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedReshard]:
     """All reshards of a step that send something."""
-    graph, sizes, times = tables.graph, tables.mesh.sizes, tables.training.accumulate
+    graph, times = tables.graph, tables.training.accumulate
     for (table, entry, used), factor in zip(_entries(tables, states), tables.factors, strict=True):
         if not isinstance(table, EdgeTable | UseTable):
             continue
@@ -277,16 +279,20 @@ def _reshards(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedReshard
         source = starts[states[factor.variables[0]]]
         goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
         value = graph.values[entry.name]
-        _, steps, _ = find_reshards([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
-        ways = table.ways if isinstance(table, EdgeTable) else ()
-        again = forward if ways and ways[states[factor.variables[-1]]] == "again" else 0.0
+        path = find_reshards(source, goal, value.shape, tables.training.item(value), tables.moves, value.gradient)
+        again = forward if isinstance(table, EdgeTable) and _runs_again(table, states[factor.variables[-1]]) else 0.0
         yield PricedReshard(
             name=f"{_maker(tables, entry.name)} -> {entry.reader or 'its readers'}",
-            steps=tuple(steps),
+            steps=path.steps,
             forward=times * forward,
             backward=times * (backward - again),
             again=times * again,
         )
+
+
+def _runs_again(table: EdgeTable, option: int) -> bool:
+    """Whether an edge is recomputed in backward."""
+    return table.again or (bool(table.ways) and table.ways[option] == "again")
 
 
 def _maker(tables: Tables, value: str) -> str:

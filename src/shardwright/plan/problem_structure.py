@@ -56,7 +56,10 @@ class EdgeEnd(NamedTuple):
 
 
 class EdgeSide(NamedTuple):
-    """An end in the graph: its variable (-1: none), its layer's variable and path, its region in each option."""
+    """An end in the graph: its variable (-1: none), its layer's variable and path, its region in each option.
+
+    `own_region` is a region of the user's model, which is recomputed in any case.
+    """
 
     end: EdgeEnd
     variable: int
@@ -64,6 +67,7 @@ class EdgeSide(NamedTuple):
     region: Region = ()
     reader: str = ""
     path: str | None = None
+    own_region: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class EdgeTable:
     shared: bool
     ways: tuple[str, ...] = ()
     same: bool = False  # both ends are one variable
+    again: bool = False  # in a region of the user's model
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,8 @@ class ProblemStructure:
 
     def _side(self, op: Op, what: Literal["out", "in"], at: int) -> EdgeSide:
         layer, region, path = self._where[op.name]
-        return EdgeSide(EdgeEnd(what, self.kinds.of[op.name], at), self.ops[op.name], layer, region, op.name, path)
+        end = EdgeEnd(what, self.kinds.of[op.name], at)
+        return EdgeSide(end, self.ops[op.name], layer, region, op.name, path, op.region)
 
     def _add_value(self, op: Op, at: int, block: int) -> None:
         name = op.outputs[at]
@@ -256,7 +262,8 @@ class ProblemStructure:
         variable = self._shared_hubs.get(key)
         if variable is None:
             variable = self._shared_hubs[key] = self._variable("hub", kind, block)
-        return EdgeSide(EdgeEnd("hub", kind), variable, layer, region, path=producer.path)
+        own = producer.own_region if all(user.region == producer.own_region for user, _ in users) else None
+        return EdgeSide(EdgeEnd("hub", kind), variable, layer, region, path=producer.path, own_region=own)
 
     def _edge(self, name: str, a: EdgeSide, b: EdgeSide, *, saved: bool, shared: bool) -> None:
         value = self.graph.values[name]
@@ -264,7 +271,8 @@ class ProblemStructure:
         ends = (a.variable,) if b.variable < 0 or same else (a.variable, b.variable)
         layer, ways = self._ways_of(a, b)
         size = (value.shape, value.dtype, value.gradient)
-        table = EdgeTable(size, name, a.end, b.end, saved, shared, ways, same)
+        again = a.own_region is not None and a.own_region == b.own_region
+        table = EdgeTable(size, name, a.end, b.end, saved, shared, ways, same, again)
         self._add((*ends, layer) if ways else ends, table, name, b.reader)
 
     def _ways_of(self, a: EdgeSide, b: EdgeSide) -> tuple[int, tuple[str, ...]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cost import local_call
 from ..cost.algorithm_collectives import algorithm_collectives
-from ..cost.reshard_prices import ReshardPrices
+from ..cost.reshard_tables import ReshardTables
 from ..cost.resources import COUNT, Resource
 from ..cost.saved_for_backward import saved_bytes
 from ..cost.time import op_time
@@ -73,7 +73,7 @@ class ChoiceSpaces:
     def __init__(
         self,
         kinds: OpKinds,
-        moves: ReshardPrices,
+        moves: ReshardTables,
         *,
         data: Iterable[str] = (),
         fixed: Mapping[str, Mapping[str, str]] | None = None,

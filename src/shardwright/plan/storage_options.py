@@ -1,19 +1,11 @@
-"""Parameter storage: how parameters are sharded for compute, and what of them ZeRO shards for storage.
+"""The options for a parameter: each layout that a use asks for, with each storage that goes with it, and its price.
 
-For each layout that a use asks for, and each set of axes over which the gradient is summed:
-
-    level    gradient sync in backward            before forward   after the update   sharded
-    0        all_reduce                           -                -                  nothing
-    1        all_reduce                           -                all_gather         optimizer state
-    2        reduce_scatter                       -                all_gather         and gradient
-    3        all_gather, reduce_scatter           all_gather       -                  and parameter
-
-Collectives of parameters go in buckets (or, at level 3, units), so each pays its part of the bucket's latency.
+What a storage keeps and sends it says itself (`storage`). Collectives of parameters go in buckets, or where parameters
+are gathered, in units, so each pays its part of the bucket's latency.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -28,13 +20,16 @@ from ..cost.time import update_time
 from ..ir import Parameter
 from ..ir.graph import ITEM_SIZE
 from ..layout import INVARIANT, REPLICATE, Layout
+from ..storage import SHARDED_KINDS, Replicated, Storage, StoredElements, restricted
 from .spaces import ChoiceSpaces
-
-Storage = tuple[tuple[str, int], ...]
-"""(axis, level) for each axis on which something of a parameter is split for storage."""
 
 BUCKET = 25 * 2**20
 """Bytes that the runtime sums at once."""
+
+OVERLAPPED_WITH = {
+    "forward": Resource.BESIDE_FORWARD, "backward": Resource.BESIDE_BACKWARD, "update": Resource.UPDATE
+}  # fmt: skip
+"""The resource that a collective of a phase takes."""
 
 KERNELS = 8
 """Of an optimizer's step on one parameter."""
@@ -68,7 +63,7 @@ class StoragePricing:
         fixed: Mapping[str, Storage] | None = None,
         most: Mapping[str, int] | None = None,
     ) -> None:
-        """`fixed`: the storage of every parameter, if it is known. `most`: the highest level for some keys."""
+        """`fixed`: the storage of every parameter, if it is known. `most`: the highest ZeRO level for some keys."""
         self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
         self.graph, self.mesh = spaces.analysis.graph, spaces.mesh
         self.fixed, self.most = fixed, most or {}
@@ -102,15 +97,17 @@ class StoragePricing:
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         free = [axis for axis in self.mesh.names if self._may_store(parameter, layout, axis)]
         if self.fixed is not None:
-            yield tuple(entry for entry in self.fixed.get(parameter.key, ()) if entry[0] in free)
+            yield restricted(self.fixed.get(parameter.key, Replicated()), free)
             return
-        yield ()
-        highest = self.most.get(parameter.key, 3)
-        for level in (1, 2, 3) if parameter.trainable else (3,):
-            if level <= highest:
+        yield Replicated()
+        highest = self.most.get(parameter.key)
+        for kind in SHARDED_KINDS:
+            if not (parameter.trainable or kind.shards_parameter):
+                continue  # it has neither gradient nor optimizer state
+            if highest is None or len(kind.sharded()) <= highest:
                 for count in range(1, len(free) + 1):
                     for axes in combinations(free, count):
-                        yield tuple((axis, level) for axis in axes)
+                        yield kind(axes)
 
     def _may_store(self, parameter: Parameter, layout: Layout, axis: str) -> bool:
         placement = layout.placement(axis)
@@ -120,16 +117,18 @@ class StoragePricing:
         value, training = self.graph.values[parameter.value], self.training
         used = np.zeros(COUNT)
         count, stored = self.count(value.shape, layout), ITEM_SIZE.get(value.dtype, 4)
-        share = self.shares(count, storage)
-        used[Resource.STORED] = share[3] * stored
-        if zero_level(storage) < 3 and training.item(value) != stored:
+        share = self.stored(count, storage)
+        used[Resource.STORED] = share.parameter * stored
+        if not storage.shards_parameter and training.item(value) != stored:
             used[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
         for sent in self.sends(parameter, layout, storage, unit):
             used[sent.resource] += sent.seconds
         if self.spaces.backward and parameter.trainable:
             true = training.true_item(value)
-            used[Resource.STORED] += share[2] * true + share[1] * training.state_item(value)
-            used[Resource.UPDATE] += self._update(share[1] * true)
+            used[Resource.STORED] += share.gradient * true + share.state * training.state_item(value)
+            used[Resource.UPDATE] += self._update(share.updated * true)
+            if storage.update_copies:
+                used[Resource.UPDATE] += self.moves.copy(storage.update_copies * share.updated * true)
         return used
 
     def count(self, shape: tuple[int, ...], layout: Layout) -> float:
@@ -139,10 +138,9 @@ class StoragePricing:
             self._counts[key] = local_elements(shape, layout, self.mesh)
         return self._counts[key]
 
-    def shares(self, count: float, storage: Storage) -> dict[int, float]:
-        """How many of a parameter's elements are kept of its optimizer state (1), gradient (2), and itself (3)."""
-        parts, level = math.prod(self.mesh.sizes[axis] for axis, _ in storage), zero_level(storage)
-        return {at: count / parts if level >= at else count for at in (1, 2, 3)}
+    def stored(self, count: float, storage: Storage) -> StoredElements:
+        """What a device stores of a parameter of which it computes with `count` elements."""
+        return storage.stored(count, storage.parts(self.mesh.sizes))
 
     def sends(
         self, parameter: Parameter, layout: Layout, storage: Storage, unit: float
@@ -150,39 +148,20 @@ class StoragePricing:
         """The collectives of a parameter in a step."""
         value, training = self.graph.values[parameter.value], self.training
         count = self.count(value.shape, layout)
-        axes, level = tuple(axis for axis, _ in storage), zero_level(storage)
-        parts = math.prod(self.mesh.sizes[axis] for axis in axes)
+        parts = storage.parts(self.mesh.sizes)
         moving, wire = training.item(value), training.reduced_item(value)
         pack = unit * count / max(value.elements, 1)
         summed = tuple(axis for axis, place in layout.rest if place == REPLICATE)
-        rest = tuple(axis for axis in summed if axis not in axes)
-        backward, traits = self.spaces.backward, self.moves.traits
-
-        def sent(
-            resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float
-        ) -> ParameterCollective:
-            bucket = max(elements * size, pack * size if level == 3 else BUCKET)
-            times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
-            seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
-            copies = 6 if traits.copies and kind != "all_reduce" else 2  # see `BackendTraits`
-            return ParameterCollective(
-                resource, kind, over, seconds + times * self.moves.copy(copies * elements * size)
-            )
-
-        if level == 3:
-            yield sent(Resource.BESIDE_FORWARD, "all_gather", count, axes, moving)
-            if backward:
-                yield sent(Resource.BESIDE_BACKWARD, "all_gather", count, axes, moving)
-        if not backward or not parameter.trainable:
-            return
-        if level >= 2:
-            yield sent(Resource.BESIDE_BACKWARD, "reduce_scatter", count, axes, wire)
-            if rest:
-                yield sent(Resource.BESIDE_BACKWARD, "all_reduce", count / parts, rest, wire)
-        elif summed:
-            yield sent(Resource.BESIDE_BACKWARD, "all_reduce", count, summed, wire)
-        if level in (1, 2):
-            yield sent(Resource.UPDATE, "all_gather", count, axes, moving)
+        for sent in storage.collectives(summed, parameter.trainable, self.spaces.backward):
+            resource, size = OVERLAPPED_WITH[sent.phase], wire if sent.of_gradient else moving
+            elements = count / parts if sent.of_share else count
+            in_units = storage.shards_parameter  # with every microbatch, where other gradients add up first
+            bucket = max(elements * size, pack * size if in_units else BUCKET)
+            times = 1.0 if in_units or resource == Resource.UPDATE else 1.0 / training.accumulate
+            seconds = self.moves.collective(sent.collective, bucket, sent.axes) * elements * size / bucket * times
+            copies = 6 if self.moves.traits.copies and sent.collective != "all_reduce" else 2  # see `BackendTraits`
+            seconds += times * self.moves.copy(copies * elements * size)
+            yield ParameterCollective(resource, sent.collective, sent.axes, seconds)
 
     def _update(self, bytes: float) -> float:
         """Seconds of the optimizer for so many bytes of a parameter.
@@ -198,8 +177,3 @@ class StoragePricing:
             return update_time(bytes, bytes, bytes * states, device, optimizer=name, fused=True)
         first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
         return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)
-
-
-def zero_level(storage: Storage) -> int:
-    """The ZeRO level of a storage; all its axes have the same."""
-    return storage[0][1] if storage else 0

@@ -17,8 +17,11 @@ from ..errors import PlanError, ScheduleError
 from ..layout import Axis, Mesh
 from ..rules.replica_axes import REPLICAS
 from ..schedule import KINDS, ScheduleKind, schedule_kind, schedule_names
+from ..storage import SHARDED_KINDS
 
-KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
+SHARDED = tuple(kind.name for kind in SHARDED_KINDS)
+"""Policies that are data parallel with parameters sharded for storage: "zero1", ..."""
+KNOWN = ("dp", "tp", "sp", "ep", *SHARDED)
 RECOMPUTE = "recompute"
 """Asks for activation checkpointing of every repeated layer."""
 
@@ -104,8 +107,8 @@ def outer_of(axis: str, mesh: Mesh) -> Axis | None:
 
 
 def axis_name(policy: str, used: Iterable[str]) -> str:
-    """What the axis of a policy is called: zero is a kind of dp, sp a kind of tp."""
-    name = "dp" if policy.startswith("zero") else "tp" if policy == "sp" else policy
+    """What the axis of a policy is called: ZeRO is a kind of dp, sp a kind of tp."""
+    name = "dp" if policy in SHARDED else "tp" if policy == "sp" else policy
     return policy if name in tuple(used) else name
 
 

@@ -9,16 +9,18 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
+from ..cost import join_time, local_elements
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..lower import PlacementTask, Placer, transform
+from ..memory import MemoryPeak, simulate_memory
 from ..reshard import forget_gradient
 from ..rules.replica_axes import batch_layout
+from ..storage import Storage
 from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
 from .search import CostFactor, Problem
 from .spaces import ChoiceSpaces
-from .storage_options import Storage, StorageOptions, StoragePricing
+from .storage_options import StorageOptions, StoragePricing
 
 Layouts = tuple[Layout, ...]
 
@@ -108,8 +110,11 @@ class Tables:
     def _edge(self, table: EdgeTable) -> np.ndarray:
         """[state, state, (recomputation option,) resource]"""
         used = self._price(table, table.saved)
+        if table.again:
+            used = _again(used)
         if table.ways:
-            again, enters = _again(used), used if table.saved else self._price(table, True)
+            again = used if table.again else _again(used)
+            enters = used if table.saved else self._price(table, True)
             every = np.stack([used, enters, again], axis=2)
             used = every[:, :, [("plain", "enters", "again").index(option) for option in table.ways]]
         if table.same:
@@ -225,6 +230,7 @@ class Tables:
             choices=choices,
             storage=storage,
             recompute=tuple(recompute),
+            prices=self.moves,
         )
         return simulate_memory(transform(Placer(task)), self.training, self.moves.traits)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..cost import TrainingSetup
-from ..cost.reshard_prices import ReshardPrices
+from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..rules import Analysis
 from .folding import star
@@ -124,7 +124,7 @@ def _tables(query: WhatIfQuery, *, follow: bool) -> Tables:
     names = plan.mesh.names
     data = query.rows if not follow else query.rows or names[: len(names) == 3]
     fixed = None if follow else choices
-    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, query.cluster), data=data, fixed=fixed, free=query.ops)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, query.cluster), data=data, fixed=fixed, free=query.ops)
     return Tables(skeleton, spaces, StoragePricing(spaces, fixed=None if follow else plan.storage), query.rows)
 
 

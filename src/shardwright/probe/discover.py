@@ -30,8 +30,8 @@ from .wording import Wording
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
-UNCHECKED = ("aten.lstm", "aten.gru", "aten.rnn", "aten.mkldnn", "aten._thnn", "batch_norm", "aten._segment_reduce")
-"""Ops that read past the end of a shard instead of rejecting it."""
+UNCHECKED = ("aten.lstm", "aten.gru", "aten.rnn", "aten.mkldnn", "aten._thnn", "batch_norm", "aten.segment_reduce")
+"""Ops that read past the end of a shard, or by lengths that are drawn, instead of rejecting them."""
 _FUNCTIONS: dict[str, ImportedFunction] = {}  # the user's functions in the graphs of this process, by target
 
 

@@ -22,11 +22,10 @@ from typing import Any
 from ..ir import Buffer, Graph, Op, Parameter
 from ..ir.paths import is_inside, prefixes
 from ..rules import Choices
+from ..storage import Storage
 
 FIRST, LAST = 2, 1
 """How many layers of a kind are kept, from the start and from the end."""
-
-Storage = Mapping[str, tuple[tuple[str, int], ...]]
 
 Rename = Callable[[str], str | None]
 """Maps a path, a key or the name of an op to its name with fewer layers; None if its layer is dropped."""
@@ -39,7 +38,7 @@ class Decided:
     graph: Graph
     choices: Choices
     stage: Mapping[str, int]  # of each op
-    storage: Storage
+    storage: Mapping[str, Storage]  # by key of the parameter
     recompute: tuple[tuple[str, int], ...]  # (module, stage)
 
 
@@ -195,11 +194,11 @@ def _lends(graph: Graph, path: str, inside: set[str]) -> bool:
     return any(op.name not in inside for name in own for op, _ in graph.users[name])
 
 
-def _owned(tensor: Parameter | Buffer, reach: Callable[[str], str], storage: Storage) -> Any:
+def _owned(tensor: Parameter | Buffer, reach: Callable[[str], str], storage: Mapping[str, Storage]) -> Any:
     if isinstance(tensor, Buffer):
         return "buffer", reach(tensor.key), tensor.persistent, tensor.update is not None
     keys = tuple(map(reach, tensor.keys))
-    return "parameter", keys, tensor.trainable, tuple(dict.fromkeys(storage.get(key, ()) for key in tensor.keys))
+    return "parameter", keys, tensor.trainable, tuple(dict.fromkeys(storage.get(key) for key in tensor.keys))
 
 
 def _relative(path: str, name: str) -> str:
@@ -235,7 +234,7 @@ def _without(decided: Decided, gone: set[str], values: Mapping[str, str], rename
         graph=small,
         choices={new: decided.choices.get(name, {}) for name, new in names.items()},
         stage={new: decided.stage[name] for name, new in names.items()},
-        storage={new: levels for key, levels in decided.storage.items() if (new := rename(key)) is not None},
+        storage={new: stored for key, stored in decided.storage.items() if (new := rename(key)) is not None},
         recompute=tuple((path, stage) for path, stage in recompute if path is not None and path in small.under),
     )
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import LoweredProgram, ParameterPlacement
+from ..lower import LoweredProgram
 from ..plan import Plan, PlanStage
 from ..plan.lowering import lower, lower_pipeline
 from ..plan.pipeline import parts_like, timed
 from ..plan.stages import OpSequence
 from ..rules import Analysis
-from ..runtime.parameters.spec import ParameterSpec, storage_layout
+from ..storage import ParameterSpec, storage_layout
 from .layers import Decided
 from .sizes import Shared, shared_atoms
 from .stages import SmallCluster
@@ -77,9 +75,9 @@ def stored_by(analysis: Analysis, programs: Sequence[LoweredProgram], meshes: Se
 
     A dim of one atom is sharded like that atom; of several the largest is a multiple, if the dim divides evenly.
     """
-    for holding, layout, mesh in _layouts(programs, meshes):
-        zero = tuple((name, mesh.sizes[name]) for name, _ in holding.zero)
-        for dim, own, cuts in zip(analysis.dims[holding.value], holding.layout.shards, layout.shards, strict=True):
+    for spec, layout, mesh in _layouts(programs, meshes):
+        zero = tuple((name, mesh.sizes[name]) for name in spec.storage.axes)
+        for dim, own, cuts in zip(analysis.dims[spec.value], spec.layout.shards, layout.shards, strict=True):
             atoms = analysis.atoms.expand(dim)
             axes = tuple((shard.axis, mesh.sizes[shard.axis]) for shard in (cuts if len(cuts) > len(own) else own))
             if len(atoms) == 1:
@@ -92,24 +90,20 @@ def stored_by(analysis: Analysis, programs: Sequence[LoweredProgram], meshes: Se
 
 def _layouts(
     programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]
-) -> Iterator[tuple[ParameterPlacement, Layout, Mesh]]:
+) -> Iterator[tuple[ParameterSpec, Layout, Mesh]]:
     """How ZeRO shards each parameter."""
     for program, mesh in zip(programs, meshes, strict=True):
-        for holding in program.parameters:
-            if holding.zero:
-                parameter = ParameterSpec(
-                    keys=holding.keys, shape=holding.shape, dtype=torch.float64, layout=holding.layout,
-                    trainable=holding.trainable, zero=holding.zero,
-                )  # fmt: skip
-                yield holding, storage_layout(parameter, mesh.sizes), mesh
+        for spec in program.parameters:
+            if spec.storage.axes:
+                yield spec, storage_layout(spec, mesh.sizes), mesh
 
 
 def storage_of(programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> list[str]:
     """How parameters are stored, without sizes: the axes that shard each dim, and whether evenly."""
     return [
-        f"{holding.key} stored as {layout} "
+        f"{spec.name} stored as {layout} "
         + " ".join(
             "even" if shard.even(mesh.sizes[shard.axis]) else "uneven" for cuts in layout.shards for shard in cuts
         )
-        for holding, layout, mesh in _layouts(programs, meshes)
+        for spec, layout, mesh in _layouts(programs, meshes)
     ]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from ..ir.graph import ITEM_SIZE
 from ..layout import REPLICATE, Layout
-from ..lower import LoweredProgram, ParameterPlacement, reshard_kind
+from ..lower import LoweredProgram, reshard_kind
 from ..reshard import COLLECTIVES
+from ..storage import ParameterSpec, StoredElements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,32 +93,23 @@ def _of_parameters(program: LoweredProgram) -> Iterator[IssuedCollective]:
     """Once a step: gradient sync and ZeRO's gathers (at run time coalesced into buckets)."""
     if not program.graph.entry.startswith("train"):
         return
-    for holding in program.parameters:
-        size = parameter_bytes(program, holding)
-        level = max((level for _, level in holding.zero), default=0)
-        stored = tuple(axis for axis, _ in holding.zero)
-        sums = tuple(axis for axis in program.mesh.names if holding.layout.placement(axis) == REPLICATE)
-        rest = tuple(axis for axis in sums if axis not in stored or level < 2)
-        if holding.trainable and rest:
-            yield IssuedCollective(when="once a step", collective="all_reduce", axes=rest, bytes=size)
-        if holding.trainable and stored and level >= 2:
-            yield IssuedCollective(when="once a step", collective="reduce_scatter", axes=stored, bytes=size)
-        for _ in range({0: 0, 3: 2 if holding.trainable else 1}.get(level, 1)):
-            yield IssuedCollective(when="once a step", collective="all_gather", axes=stored, bytes=size)
+    for spec in program.parameters:
+        size = parameter_bytes(program, spec)
+        share = math.ceil(size / spec.storage.parts(program.mesh.sizes))
+        sums = tuple(axis for axis in program.mesh.names if spec.layout.placement(axis) == REPLICATE)
+        for sent in spec.storage.collectives(sums, spec.trainable, backward=True):
+            size_sent = share if sent.of_share else size
+            yield IssuedCollective(when="once a step", collective=sent.collective, axes=sent.axes, bytes=size_sent)
 
 
-def parameter_bytes(program: LoweredProgram, holding: ParameterPlacement) -> int:
+def parameter_bytes(program: LoweredProgram, spec: ParameterSpec) -> int:
     """Bytes of a parameter's local shard in compute."""
-    return _local_bytes(program, holding.shape, holding.dtype, holding.layout)
+    return _local_bytes(program, spec.shape, spec.dtype, spec.layout)
 
 
-def stored_bytes(program: LoweredProgram, holding: ParameterPlacement, level: int) -> int:
-    """Bytes a rank stores of what ZeRO shards from `level` on: 1 optimizer state, 2 gradient, 3 parameter."""
-    size = parameter_bytes(program, holding)
-    for axis, level_of_axis in holding.zero:
-        if level_of_axis >= level:
-            size = -(-size // program.mesh.sizes[axis])
-    return size
+def stored_bytes(program: LoweredProgram, spec: ParameterSpec) -> StoredElements:
+    """Bytes that a rank stores of a parameter, of its gradient, and of each tensor of its optimizer state."""
+    return spec.storage.stored(parameter_bytes(program, spec), spec.storage.parts(program.mesh.sizes))
 
 
 def _local_bytes(program: LoweredProgram, shape: tuple[int, ...], dtype: str, layout: Layout) -> int:

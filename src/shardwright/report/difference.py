@@ -19,6 +19,7 @@ from ..plan.folding import star
 from ..plan.price import PlanPrice, price
 from ..probe import probing
 from ..rules import Analysis, analyse
+from ..storage import Replicated
 from ..verify.measure import render
 from .communication import format_bytes
 from .conditions import PlanConditions, made_for, spelled_out
@@ -156,7 +157,7 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
         if dict(first.get(op.name, {})) != dict(other.get(op.name, {})):
             ops.setdefault(part_of(op.module_path), []).append(op.name)
     for key in (parameter.key for parameter in analysis.graph.parameters):
-        if dict(a.storage.get(key, ())) != dict(b.storage.get(key, ())):
+        if a.storage.get(key, Replicated()).written() != b.storage.get(key, Replicated()).written():
             keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
 
     def priced(plan: Plan) -> PlanPrice:
@@ -172,7 +173,7 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
     differences = []
     for name in dict.fromkeys((*ops, *keys)):
         choices = {**segment.choices, **{op: other.get(op, {}) for op in ops.get(name, ())}}
-        storage = {**a.storage, **{key: b.storage.get(key, ()) for key in keys.get(name, ())}}
+        storage = {**a.storage, **{key: b.storage.get(key, Replicated()) for key in keys.get(name, ())}}
         differences.append(
             part(name, replace(a, entries={entry: (replace(segment, choices=choices),)}, storage=storage))
         )
@@ -253,8 +254,10 @@ def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
 
 
 def _storage(plan: Plan) -> dict[str, str]:
-    levels = {key: [f"ZeRO-{level} over {axis}" for axis, level in storage] for key, storage in plan.storage.items()}
-    return {key: ", ".join(storage) or "replicated" for key, storage in levels.items()}
+    return {
+        key: ", ".join(f"{stored.title} over {axis}" for axis in stored.axes) or stored.title
+        for key, stored in plan.storage.items()
+    }
 
 
 def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: str = "replicated") -> list[Changed]:

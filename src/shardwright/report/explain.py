@@ -6,6 +6,7 @@ collectives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
-from ..layout import REPLICATE
-from ..lower import LoweredProgram, ParameterPlacement
+from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.folding import fold, star
 from ..plan.lowering import lower
 from ..probe import probing
 from ..rules import analyse
+from ..storage import Storage
 from ..verify.measure import render
 from .communication import format_bytes, stored_bytes, totals
 from .conditions import made_for, spelled_out
@@ -98,7 +99,7 @@ class Explanation:
     def _storage(self) -> Table:
         table = Table("parameter", "sharded by ZeRO", title="how parameters are stored", title_justify="left")
         for key, storage in fold(self.plan.storage).items():
-            table.add_row(Text(key), ", ".join(f"{_zero(level)} over {axis}" for axis, level in storage))
+            table.add_row(Text(key), _sharded(storage))
         return table
 
 
@@ -169,10 +170,8 @@ def _role(choice: str | None) -> str:
     return "pending sum passes through" if choice.startswith("partial:") else ROLES.get(choice, choice)
 
 
-def _zero(level: int) -> str:
-    return {1: "optimizer state", 2: "gradient and optimizer state", 3: "parameter, gradient and optimizer state"}.get(
-        level, f"level {level}"
-    )
+def _sharded(storage: Storage) -> str:
+    return ", ".join(f"{storage.describe()} over {axis}" for axis in storage.axes)
 
 
 def _modules(names: Sequence[str], most: int = 3) -> str:
@@ -186,14 +185,12 @@ def _parameter_table(program: LoweredProgram) -> Table:
                   title="how parameters are stored", title_justify="left")  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     first = dict.fromkeys(program.mesh.names, 0)
-    for holding in program.parameters:
-        local = holding.layout.local_shape(holding.shape, program.mesh.sizes, first)
-        sums = ", ".join(axis for axis, state in holding.layout.rest if state == REPLICATE)
-        sums = sums if holding.trainable else "frozen"
-        zero = ", ".join(f"{_zero(level)} over {axis}" for axis, level in holding.zero)
-        cuts = str(holding.layout).split(" (")[0]
-        key = (_shape(holding.shape), _shape(local), cuts, sums or "-", zero or "-")
-        rows.setdefault((star(holding.key), *key), []).append(holding.key)
+    for spec in program.parameters:
+        local = spec.layout.local_shape(spec.shape, program.mesh.sizes, first)
+        sums = ", ".join(spec.sums) if spec.trainable else "frozen"
+        cuts = str(spec.layout).split(" (")[0]
+        key = (_shape(spec.shape), _shape(local), cuts, sums or "-", _sharded(spec.storage) or "-")
+        rows.setdefault((star(spec.name), *key), []).append(spec.name)
     for (name, *cells), keys in rows.items():
         table.add_row(*(Text(cell) for cell in (name, str(len(keys)), *cells)))
     return table
@@ -204,15 +201,12 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _memory(program: LoweredProgram) -> Iterator[Text]:
-    every, trained = program.parameters, [parameter for parameter in program.parameters if parameter.trainable]
-
-    def total(parameters: Sequence[ParameterPlacement], level: int, times: int = 1) -> str:
-        return format_bytes(times * sum(stored_bytes(program, placement, level) for placement in parameters))
-
-    yield Text(
-        f"a rank stores {total(every, 3)} of parameters, {total(trained, 2)} of gradients, "
-        f"{total(trained, 1, 2)} for Adam's two moments"
-    )
+    every = [stored_bytes(program, spec) for spec in program.parameters]
+    trained = [stored_bytes(program, spec) for spec in program.parameters if spec.trainable]
+    parameters = format_bytes(sum(math.ceil(stored.parameter) for stored in every))
+    gradients = format_bytes(sum(math.ceil(stored.gradient) for stored in trained))
+    states = format_bytes(2 * sum(math.ceil(stored.state) for stored in trained))
+    yield Text(f"a rank stores {parameters} of parameters, {gradients} of gradients, {states} for Adam's two moments")
 
 
 def _sent(program: LoweredProgram) -> Table:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..plan import Plan, PlanStage
-from ..plan.file import mesh_of, validate
+from ..plan.file import mesh_of, read_storage, validate
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -34,7 +34,7 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"{path} has no entries, so it decides nothing")
     return Plan(
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
-        entries=entries, storage={key: tuple(stage.items()) for key, stage in data["storage"].items()},
+        entries=entries, storage=read_storage(data["storage"], path),
         microbatches=data["microbatches"],
         schedule=data.get("schedule", ""), steps=data.get("steps"), local=data.get("local", False),
         notes=tuple(data["notes"]), predicted=data["predicted"],

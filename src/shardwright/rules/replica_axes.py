@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from ..layout import Layout, Mesh, replicated
+from ..storage import SHARDED_KINDS
 from .signature import Analysis
 
-REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
+REPLICAS = ("dp", *(kind.name for kind in SHARDED_KINDS), "ep")
 """Policies that split the batch."""
 
 

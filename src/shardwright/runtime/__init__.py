@@ -1,6 +1,7 @@
 """What generated code imports: groups, converters, algorithms, pieces, and the loop around them."""
 
 from shardwright.control_flow import cond, scan, while_loop
+from shardwright.storage import ParameterSpec
 
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
 from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
@@ -11,7 +12,7 @@ from .collectives import comm
 from .collectives.comm import R
 from .collectives.pending import all_reduce_pending
 from .model.program import Program, PrologueCount, local_size, recompute
-from .parameters.spec import ParameterEntry, ParameterSpec, shard
+from .parameters.table import ParameterEntry, shard
 from .world import Group, Groups, World, start
 
 __all__ = [

@@ -16,10 +16,11 @@ from ..capture import CapturedGraph, copy_module
 from ..compile import Compiler
 from ..planning import Batching, PlanLike
 from ..runtime.model.parallel_model import ParallelModel, RankState
-from ..runtime.parameters.sharded import ShardedParameter, raw_gradient
-from ..runtime.parameters.spec import ParameterSpec, gather_tensor, storage_layout
+from ..runtime.parameters.full_tensors import gather_tensor
+from ..runtime.parameters.sharded import ShardedParameter, keeps_share, raw_gradient
 from ..runtime.parameters.state_dicts import spread_out
 from ..runtime.world import start
+from ..storage import ParameterSpec, storage_layout
 from .run import Entry, Tensors, VerifyTask, first_names, trainable
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -90,11 +91,11 @@ class CompiledSide:
         groups = self.holding.groups
         parameter: ShardedParameter = self.holding.parameters[spec.name]
         local = raw_gradient(parameter)
-        if local is None and spec.level == 2 and parameter.shard is not None:
+        if local is None and keeps_share(parameter) and parameter.shard is not None:
             local = raw_gradient(parameter.shard)
         if local is None:
             return None
-        layout = storage_layout(spec, groups.mesh.sizes) if spec.level >= 2 else None
+        layout = storage_layout(spec, groups.mesh.sizes) if spec.storage.shards_gradient else None
         return gather_tensor(local, spec, groups, layout)
 
     def parameters(self) -> Tensors:

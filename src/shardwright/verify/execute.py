@@ -101,9 +101,9 @@ class ProgramInterpreter:
         """Every value that the program makes of these inputs."""
         program, graph = self.program, self.program.graph
         start = {source.value: self.shard(x, source.value) for source, x in zip(graph.inputs, inputs, strict=True)}
-        for holding in program.parameters:
-            local = shard_tensor(parameters[holding.key].detach(), holding.layout, program, self.at)
-            start[holding.value] = local.requires_grad_(holding.trainable and local.is_floating_point())
+        for spec in program.parameters:
+            local = shard_tensor(parameters[spec.name].detach(), spec.layout, program, self.at)
+            start[spec.value] = local.requires_grad_(spec.trainable and local.is_floating_point())
         for buffer in graph.buffers:
             constant = self.captured.constants.get(buffer.value)
             start[buffer.value] = buffers[buffer.key] if constant is None else constant.to(self.device)

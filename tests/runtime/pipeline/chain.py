@@ -21,10 +21,10 @@ from shardwright.layout import REPLICATE, Axis, Layout, Mesh, contiguous_shard, 
 from shardwright.runtime.algorithms.random import Randomness
 from shardwright.runtime.collectives import comm
 from shardwright.runtime.model.program import Program, PrologueCount, recompute
+from shardwright.runtime.parameters.full_tensors import coordinates, shard_tensor
 from shardwright.runtime.parameters.gradient_sync import GradientSync
 from shardwright.runtime.parameters.pipeline_norms import PipelineNorms
 from shardwright.runtime.parameters.sharded import join_pipeline, make_parameter
-from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, shard_tensor
 from shardwright.runtime.pipeline import (
     PipelineLoop,
     PipelineOutput,
@@ -35,6 +35,7 @@ from shardwright.runtime.pipeline import (
     TiedGradients,
 )
 from shardwright.runtime.world import Groups, Moment
+from shardwright.storage import ParameterSpec
 
 ROWS, WIDTH = 24, 6
 SHAPES = {"w0": (WIDTH, WIDTH), "b0": (WIDTH,), "ws": (WIDTH,), "w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH),
@@ -250,7 +251,8 @@ def leaving_of(last_segment, rows, dtype):
 def held_of(key, mesh, dtype, tied):
     sums = {"dp": REPLICATE} if mesh.size > 1 else {}
     keys = ("w0", "w3") if tied and key in ("w0", "w3") else (key,)
-    return ParameterSpec(keys=keys, shape=SHAPES[key], dtype=dtype, layout=make_layout([[]] * len(SHAPES[key]), sums))
+    layout = make_layout([[]] * len(SHAPES[key]), sums)
+    return ParameterSpec(keys=keys, shape=SHAPES[key], dtype=str(dtype)[6:], layout=layout)
 
 
 def build(

@@ -27,7 +27,15 @@ from ..user_calls.opaque_call import OpaqueCall
 from ..user_calls.real_run import NoValues, ObservedCall, Real, check_rows, observe_calls
 from .attribute_reads import Reads, everything, reading
 from .bincount import traceable_bincount
-from .carried_state import Attributes, attributes, carried, left_behind, with_attributes
+from .carried_state import (
+    Attributes,
+    ChangedAgain,
+    attributes,
+    carried,
+    changed_in_place,
+    left_behind,
+    with_attributes,
+)
 from .constant_values import ConstantValues
 from .fake_tensors import FakeTensors
 from .fixed_arguments import fixing
@@ -44,7 +52,7 @@ from .transformer_masks import traceable_masks
 from .value_checks import PassedChecks, unvalidated
 from .variables import GRAD_MODE, Variable, VariableWalk
 from .vmap import vectorizing
-from .written_variables import WrittenVariables, refuse_written
+from .written_variables import WrittenVariables, refuse_changing, refuse_written
 
 export: Any = _export_module
 _LOUD = (
@@ -114,7 +122,11 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 
 def _check_next(module: nn.Module, again: Callable[[], str], traced: Trace, written: Sequence[Variable]) -> None:
-    """Refuse a forward that would be another one at its next call (carried_state.py, written_variables.py)."""
+    """Refuse a forward that would be another one at its next call, or that changes something else at every call.
+
+    See carried_state.py and written_variables.py.
+    """
+    variables, contents = WrittenVariables(written), ChangedAgain(traced.left)
     with with_attributes(module, traced.left):
         try:
             graph = again()
@@ -122,6 +134,10 @@ def _check_next(module: nn.Module, again: Callable[[], str], traced: Trace, writ
             graph = ""
     if graph != str(traced.program.graph):
         raise carried(module, list(traced.left)) if traced.left else refuse_written(written)
+    if variables.changed():
+        raise refuse_changing(variables.changed())
+    if contents.keys():
+        raise changed_in_place(module, contents.keys())
 
 
 def _checked(

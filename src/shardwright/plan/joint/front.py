@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from ...cost import is_matmul, local_call
+from ...cost.reshard_prices import NEVER
 from ...cost.resources import COUNT, Resource, memory, phases, row
 from ..problem_structure import OpTable
 from ..search.elimination import Elimination
@@ -26,7 +27,6 @@ from .blocks import BlockOfEntries, Blocks
 from .bounds import LeastCosts
 from .parameters import ParameterBounds
 from .solver import Solver
-from .timed import NEVER
 
 WEIGHT, QUEUED = COUNT, COUNT + 1
 """Columns after the resources: seconds of weight gradients in backward, and bytes saved until they are computed."""

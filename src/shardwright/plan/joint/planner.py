@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...cluster import Cluster
-from ...cost import MemoryPeak, TrainingSetup
+from ...cost import TrainingSetup
+from ...memory import MemoryPeak
 from ...rules import Analysis
 from ..auto import NothingFits, Progress, SearchOptions, SearchResult
 from ..auto import search as search_flat

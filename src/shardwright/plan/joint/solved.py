@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...cluster import Cluster
-from ...cost import MemoryPeak, TrainingSetup, backend_traits
-from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
+from ...cost import TrainingSetup, backend_traits
 from ...ir.paths import is_inside
 from ...layout import MB, Axis, Mesh
 from ...lower import Placer, transform
+from ...memory import MemoryPeak, StageMemory, rank_memory, simulate_stage_memory
 from ...rules import Analysis, Choices
+from ...storage import Replicated, Storage
 from ..builder import PlanBuilder
 from ..lowering import place_stages
 from ..meshes import axis_names
@@ -106,15 +107,14 @@ class SolvedPipeline:
         return tuple(path for path in paths if any(op.name in inside for op in under[path]))
 
     @cached_property
-    def storage(self) -> dict[str, tuple[tuple[str, int], ...]]:
+    def storage(self) -> dict[str, Storage]:
         """How parameters are stored; those of several segments as in the first."""
-        storage: dict[str, tuple[tuple[str, int], ...]] = {}
+        storage: dict[str, Storage] = {}
         for number, solved in enumerate(self.solved):
             tables, states = solved.solution.tables, solved.solution.picked
             for parameter in self.staged.graphs[number].parameters:
                 if parameter.key in tables.skeleton.storage_options and parameter.key not in storage:
-                    levels = tables.home(parameter.key, states)[1]
-                    storage[parameter.key] = tuple((self.names[axis], level) for axis, level in levels)
+                    storage[parameter.key] = tables.home(parameter.key, states)[1].renamed(self.names)
         return storage
 
     def plan(self, cluster: Cluster, notes: Sequence[str] = ()) -> Plan:
@@ -122,11 +122,11 @@ class SolvedPipeline:
         graph, trial = self.analysis.graph, self.trial
         builder = PlanBuilder(graph, Mesh(axes=()), self.analysis)
         base = builder.finish("auto", str(cluster), settle=False)
-        every = {parameter.key: self.storage.get(parameter.key, ()) for parameter in graph.parameters}
+        every = {parameter.key: self.storage.get(parameter.key, Replicated()) for parameter in graph.parameters}
         return replace(
             base,
             entries={graph.entry: self.stages},
-            storage=every if any(every.values()) else {},
+            storage=every if any(stored.axes for stored in every.values()) else {},
             microbatches=trial.microbatches,
             schedule=trial.schedule.name,
             local=self.local,
@@ -139,7 +139,7 @@ class SolvedPipeline:
         """The memory peak of a device of each pipeline rank."""
         trial = self.trial
         meshes = [timed(replace(stage.mesh, devices=()), self.times) for stage in self.stages]
-        placers = place_stages(self.analysis, self.staged, self.stages, meshes, self.storage).placers
+        placers = place_stages(self.analysis, self.staged, self.stages, meshes, self.storage, cluster).placers
         walked = [self._simulate(number, placer, cluster, training) for number, placer in enumerate(placers)]
         pp_ranks = len(trial.pp_ranks)
         schedule = trial.schedule.steady(pp_ranks, trial.microbatches)

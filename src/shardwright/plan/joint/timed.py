@@ -18,14 +18,14 @@ import numpy as np
 
 from ...cluster import Cluster
 from ...cost import TrainingSetup
-from ...cost.reshard_prices import LETTERS, STEPS, ReshardPrices
+from ...cost.reshard_tables import ReshardTables
 from ...cost.resources import Resource
 from ...errors import PlanError
 from ...ir import Graph, Parameter
 from ...ir.graph import ITEM_SIZE
 from ...layout import Axis, Layout, Mesh
-from ...reshard import COLLECTIVES
 from ...rules import Analysis, Signature
+from ...storage import Storage
 from ..builder import PlanBuilder
 from ..constraints import ChoiceDemand
 from ..context import SearchContext
@@ -33,16 +33,10 @@ from ..limits import Limits
 from ..policies import dp
 from ..problem_structure import ProblemStructure
 from ..spaces import ChoiceSpaces
-from ..storage_options import ParameterCollective, Storage, StorageOptions, StoragePricing, zero_level
+from ..storage_options import ParameterCollective, StorageOptions, StoragePricing
 from ..tables import Tables, storage_options_of
 from .parameters import ParameterBounds
 from .ranks import RankDevices, RankKinds
-
-NEVER = 1e9
-"""Seconds of what is infeasible."""
-
-SMALL = 16
-"""Bytes of a scalar, such as a loss: those of all microbatches are summed when they leave the pipeline."""
 
 
 def split_by(pp_rank: RankDevices, microbatches: int) -> Mesh:
@@ -54,7 +48,7 @@ def split_by(pp_rank: RankDevices, microbatches: int) -> Mesh:
 Known = dict[tuple[object, ...], dict[tuple[object, ...], np.ndarray]]
 
 
-class MicrobatchReshardPrices(ReshardPrices):
+class MicrobatchReshards(ReshardTables):
     """Prices of reshards of one microbatch."""
 
     def __init__(self, pp_rank: RankDevices, cluster: Cluster, microbatches: int, known: Known) -> None:
@@ -63,8 +57,7 @@ class MicrobatchReshardPrices(ReshardPrices):
         sizes = {pp_rank.names[0]: pp_rank.data, pp_rank.names[1]: pp_rank.inner}
         real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=pp_rank.devices)
         super().__init__(mesh, cluster, real)
-        self.time = pp_rank.names[0] if microbatches > 1 else None
-        inner = self._spans.get(pp_rank.names[1:])
+        inner = self.spans(pp_rank.names[1:]) if pp_rank.names[1] in mesh.names else None
         self._shared = known.setdefault((mesh.axes, self.device, inner), {})
         self._outer = mesh.names.index(pp_rank.names[0]) if pp_rank.names[0] in mesh.names else None
 
@@ -77,23 +70,6 @@ class MicrobatchReshardPrices(ReshardPrices):
         if key not in self._shared:
             self._shared[key] = super().prices(starts, goals, bytes, gradient)
         return self._shared[key].copy()
-
-    def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if self.time not in axes:
-            return super()._table(axes, base, gradient)
-        key = (axes, base, gradient)
-        if key not in self._tables:
-            letters, exchange, regather = (table.copy() for table in super()._table(axes, base, gradient))
-            for (a, b), kind in STEPS.items():
-                if any(COLLECTIVES[kind]) and gradient and base > SMALL:
-                    letters[LETTERS.index(a), LETTERS.index(b)] = (NEVER, 0.0, 0.0, 0.0)
-            if gradient:
-                exchange[:] = regather[:] = (NEVER, 0.0, 0.0, 0.0)
-            else:  # depends on inputs alone: computed replicated where needed
-                for table in (letters, exchange, regather):
-                    table[..., 2:] = 0.0
-            self._tables[key] = letters, exchange, regather
-        return self._tables[key]
 
 
 class PipelineStoragePricing(StoragePricing):
@@ -122,17 +98,17 @@ class PipelineStoragePricing(StoragePricing):
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         sizes = self.mesh.sizes
         yield from (
-            storage for storage in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis, _ in storage)
+            storage for storage in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis in storage.axes)
         )
 
     def sends(
         self, parameter: Parameter, layout: Layout, storage: Storage, unit: float
     ) -> Iterator[ParameterCollective]:
-        sizes, level = self.mesh.sizes, zero_level(storage)
+        sizes = self.mesh.sizes
         for sent in super().sends(parameter, layout, storage, unit):
             if all(sizes[axis] == 1 for axis in sent.axes):
                 continue
-            yield sent if level == 3 else sent._replace(resource=Resource.UPDATE)
+            yield sent if storage.shards_parameter else sent._replace(resource=Resource.UPDATE)
 
     def _used(self, parameter: Parameter, layout: Layout, storage: Storage, unit: float) -> np.ndarray:
         used = super()._used(parameter, layout, storage, unit)
@@ -141,9 +117,7 @@ class PipelineStoragePricing(StoragePricing):
         if self.spaces.backward and parameter.trainable:
             value = self.graph.values[parameter.value]
             count = self.count(value.shape, layout)
-            aside = (self.shares(count, storage)[3] if zero_level(storage) == 3 else count) * ITEM_SIZE.get(
-                value.dtype, 4
-            )
+            aside = self.stored(count, storage).parameter * ITEM_SIZE.get(value.dtype, 4)
             used[Resource.STORED] += aside
             if self.microbatches > 1:
                 adding = self.moves.device.op_time(0.0, 3.0 * aside, "pointwise", "")
@@ -248,7 +222,7 @@ class MicrobatchTables:
         return PipelineStoragePricing(spaces, microbatches, self.limits.most, known)
 
     def _spaces(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> ChoiceSpaces | None:
-        moves = MicrobatchReshardPrices(pp_rank, self.cluster, 1 if self.local else microbatches, self._prices)
+        moves = MicrobatchReshards(pp_rank, self.cluster, 1 if self.local else microbatches, self._prices)
         demands = self.limits.demands if self.names[0] in moves.mesh.names else self._untimed
         if not self._axes <= {None, self.names[0], *moves.mesh.names}:
             return None  # something is required of an axis that the pipeline rank does not have

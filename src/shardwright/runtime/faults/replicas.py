@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from shardwright.errors import DriftError, raise_all
 from shardwright.layout import LocalRegion, local_region
+from shardwright.storage import stored_layout
 
 from ..collectives import objects, process_group
 from ..model.parallel_model import ParallelModel, RankState
+from ..parameters.full_tensors import coordinates
 from ..parameters.sharded import Untouched
-from ..parameters.spec import coordinates, stored_layout
 from ..world import here
 from . import flight_recorder
 from .watch import report_failure

@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-
-from .frozen_values import ABSENT, Contents, freeze
+from shardwright.frozen_values import ABSENT, Contents, freeze
 
 ALL = "*"
 SLOTS = ("_parameters", "_buffers", "_modules")

@@ -29,12 +29,13 @@ from . import input_gradients
 from .float_inputs import Arguments, FloatInputs, NotAnInput, dtype_of_floats
 from .guards import warn_of_many, why_new
 from .inputs import CallInputs, Mode, check_dtypes
+from .overrides import check_names, check_state
 from .program import Program, shown
 from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
 from .specialization import RankState as RankState
 from .specialization import Specialization as Specialization
-from .view import ModelView, like_container
+from .view import ModelView, view_class
 
 
 class CompileEntry(Protocol):
@@ -81,7 +82,8 @@ class ParallelModel(ModelView):
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = self.flops = None
         self.training = skeleton.training
-        self.__class__ = like_container(type(self), type(skeleton))
+        check_names(self, skeleton)
+        self.__class__ = view_class(type(self), type(skeleton))
 
     # -- what the user reads -------------------------------------------------------------
 
@@ -131,22 +133,6 @@ class ParallelModel(ModelView):
         compiler_random: Randomness | None = getattr(self._around["compile"], "random", None)
         return self._holding.random if self._holding is not None else compiler_random
 
-    def train(self, mode: bool = True) -> ParallelModel:
-        skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
-        self._flags = tuple(module.training for module in skeleton.modules())
-        self.training = mode
-        for part, flag in zip(self._parts, self._flags, strict=False):
-            part.training = flag
-        return self
-
-    def _see_flags(self) -> None:
-        """A part may have been put to train or eval on its own since the last call."""
-        flags = tuple(part.training for part in self._parts) or self._flags
-        if flags != self._flags:
-            for module, flag in zip(self._around["skeleton"].modules(), flags, strict=True):
-                module.training = flag
-            self._flags = flags
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within this, backward adds up local gradients; the next backward outside of it makes them true."""
@@ -185,15 +171,20 @@ class ParallelModel(ModelView):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
         if self._holding is None:
-            return super().state_dict(*args, **kwargs)
-        state = self._holding
-        values = state_dicts.state_dict(state.specs, state.parameters, state.saved_buffers, state.groups)
+            return dict(self._user.state_dict(*args, **kwargs))
+        check_state(self._around["skeleton"], "save")
+        values = self.shard_state_dict()
         into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
         if into is None and not kwargs.get("prefix"):
             return values
         into = {} if into is None else into
         into.update({kwargs.get("prefix", "") + key: value for key, value in values.items()})
         return into
+
+    def shard_state_dict(self) -> dict[str, Any]:
+        """What this rank has under the original keys: what checkpoints save, whatever the user's classes do to it."""
+        state = self._ready()
+        return state_dicts.state_dict(state.specs, state.parameters, state.saved_buffers, state.groups)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
@@ -206,7 +197,9 @@ class ParallelModel(ModelView):
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
         if self._holding is None:
-            return super().load_state_dict(values, strict, assign)
+            options = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
+            return self._user.load_state_dict(values, **options)
+        check_state(self._around["skeleton"], "load")
         state = self._holding
         elsewhere = [key for _, specs in state.pp_ranks for spec in specs for key in spec.keys]
         arguments = (values, state.specs, state.parameters, state.saved_buffers, state.groups)

@@ -30,7 +30,7 @@ from ..algorithms.experts import experts
 from ..algorithms.random import Randomness
 from ..algorithms.weight_gradients import WeightGradientQueue
 from ..parameters.sharded import Untouched
-from ..parameters.zero3 import Zero3
+from ..parameters.zero3 import UnitGatherer
 from ..world import Group, Groups, Moment
 from .methods import running
 from .pinned import ADDED, pin
@@ -99,7 +99,7 @@ class Program:
         self.fixed = SimpleNamespace()
         self.held = Submodule("")
         self.updates: dict[str, Tensor] = {}
-        self.zero: Zero3 | None = None
+        self.zero: UnitGatherer | None = None
         self.parts: dict[str, OpaqueSubmodule] = {}
         self._unchanging: list[Tensor] = []  # buffers that constants may have been computed of
         self._versions: list[int] | None = None  # of those, when constants were computed

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.errors import InputError
+from shardwright.storage import ParameterSpec
 
 from ..algorithms.random import Randomness
 from ..faults.input_comparison import CallSignature
@@ -17,7 +18,6 @@ from ..parameters import state_dicts
 from ..parameters.forward_writes import write_parameter
 from ..parameters.gradient_sync import GradientSync
 from ..parameters.sharded import ShardedParameter
-from ..parameters.spec import ParameterSpec
 from ..pipeline import RunningPipeline
 from ..world import Groups
 from .program import Program

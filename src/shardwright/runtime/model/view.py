@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from shardwright.errors import InputError
-
 from ..world import World
 from .guards import SLOTS, AttributeGuard, Watchable, settings_of
 from .methods import method_of, property_of
+from .overrides import overridden
 from .pinned import check_global_hooks, check_hooks
+from .stale_attributes import refuse_reads
 from .wrappers import Unwrappable
 
 
@@ -28,6 +28,7 @@ class ModelView(Unwrappable):
 
     _around: dict[str, Any]
     _flags: tuple[bool, ...]
+    _parts: list[nn.Module]  # as the user sees them, in the order of the skeleton's
     _world: World
     _guard: AttributeGuard | None = None  # of the programs' constants, once there are any
 
@@ -42,11 +43,6 @@ class ModelView(Unwrappable):
                 raise
             if isinstance(getattr(type(root), name, None), property) and self._guard is not None:
                 return property_of(self, name)
-            if name in self._around.get("left", ()):
-                raise InputError(
-                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: its value "
-                    "is from when the model was compiled; return it from forward"
-                ) from None
             value = getattr(root, name)
             if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
                 raise
@@ -73,6 +69,34 @@ class ModelView(Unwrappable):
         root: nn.Module | None = vars(self).get("_around", {}).get("root")
         return root
 
+    @property
+    def _user(self) -> nn.Module:
+        """The module of the user's class that stands behind this one."""
+        user: nn.Module = self._around["skeleton"] if self.root is None else self.root
+        return user
+
+    def train(self: View, mode: bool = True) -> View:
+        return self._switch(lambda module: module.train(mode))
+
+    def eval(self: View) -> View:
+        return self._switch(lambda module: module.eval())
+
+    def _switch(self: View, switch: Callable[[nn.Module], Any]) -> View:
+        """Have the user's class switch modes: it may keep parts in theirs, or set attributes."""
+        switch(self._user)
+        self.training = self._user.training
+        if self.root is None:
+            self._flags = tuple(part.training for part in self._user.modules())
+        return self
+
+    def _see_flags(self) -> None:
+        """A part may have been put to train or eval on its own since the last call."""
+        flags = tuple(part.training for part in self._parts) or self._flags
+        if flags != self._flags:
+            for module, flag in zip(self._around["skeleton"].modules(), flags, strict=True):
+                module.training = flag
+            self._flags = flags
+
     def guard(self) -> None:
         """Guard the constants of programs from now on."""
         root: nn.Module = self._around["root"]
@@ -85,7 +109,7 @@ class ModelView(Unwrappable):
         self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = (), left: Iterable[str] = ()
     ) -> None:
         """A program with these constants was compiled; `left`: attributes that the call would set."""
-        self._around["left"] = {*self._around.get("left", ()), *left}
+        refuse_reads(self._around["root"], left)
         if self._guard is not None:
             self._guard.watch(reads, variables)
 
@@ -128,24 +152,26 @@ class ModelView(Unwrappable):
         """Run a method of the model as a program."""
         raise NotImplementedError
 
-    def _see_flags(self) -> None:
-        raise NotImplementedError
-
 
 View = TypeVar("View", bound=ModelView)
 _SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__", "__delitem__")
 
 
-def like_container(view: type[View], original: type[nn.Module]) -> type[View]:
-    """A view class for container models such as nn.Sequential: Python looks `__len__` up in the class."""
+def view_class(view: type[View], original: type[nn.Module]) -> type[View]:
+    """A view class that has what Python looks up in the class: `__len__` of an nn.Sequential, methods of nn.Module
+    that the user's class overrides.
+    """
     special = {name: _forwarded(name) for name in _SPECIAL if hasattr(original, name)}
-    if not special:
+    methods = {name: _forwarded(name) for name in overridden(view, original)}
+    if not special and not methods:
         return view
-    return type(view.__name__, (view,), {**special, "__bool__": lambda self: True, "__module__": view.__module__})
+    always = {"__bool__": lambda self: True} if special else {}
+    return type(view.__name__, (view,), {**special, **methods, **always, "__module__": view.__module__})
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    def special(self: ModelView, *args: Any) -> Any:
-        return getattr(self.root, name)(*args)
+    def call(self: ModelView, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.root, name)(*args, **kwargs)
+        return self if result is self.root else result
 
-    return special
+    return call

@@ -10,7 +10,7 @@ depends on what the optimizer's update needs to see:
     its whole tensor              Adafactor, Muon              gathers, steps and cuts, one tensor at a time
     maybe everything              LBFGS, any unknown class     gathers all, steps once, cuts
 
-Under ZeRO levels 1 and 2 the param groups hold the `shard` of each parameter, a view on the
+Under ZeRO-1 and ZeRO-2 the param groups hold the `shard` of each parameter, a view on the
 rows that this rank owns, and a hook after step gathers the updated rows into the parameters
 (`refresh`). So they do where parameters have float32 masters.
 
@@ -39,10 +39,10 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwright.errors import InputError
 
+from ..parameters.full_tensors import coordinates, gather_tensor, shard_tensor, true_dtype
 from ..parameters.outside import as_model
 from ..parameters.refresh import Refresh
 from ..parameters.sharded import ShardedParameter, Untouched, raw_gradient
-from ..parameters.spec import coordinates, gather_tensor, shard_tensor
 from .fused import fused
 from .state import remember_places
 
@@ -314,7 +314,7 @@ def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
             target = leaf if leaf.owner is None else leaf.owner
             with Untouched():
                 target.copy_(_shard(full, target))
-                if leaf.spec.master:
+                if target.follows_shard:
                     leaf.copy_(_shard(full, leaf))
 
 
@@ -357,7 +357,7 @@ def _shard_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
 
 def _widened(value: Tensor, leaf: ShardedParameter) -> Tensor:
     """State that was made beside a narrow parameter belongs to its master."""
-    return value.to(leaf.spec.true_dtype) if leaf.spec.master and value.is_floating_point() else value
+    return value.to(true_dtype(leaf.spec)) if leaf.spec.master and value.is_floating_point() else value
 
 
 def _gather_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.storage import zero_axes
+
 from .local_ops import ShardPlacement, refusal
-from .spec import zero_axes
 
 
 def set_data(parameter: Any, value: Tensor, place: ShardPlacement | None, value_place: ShardPlacement | None) -> None:
@@ -27,6 +28,6 @@ def set_data(parameter: Any, value: Tensor, place: ShardPlacement | None, value_
     elif place is not None and (other or value_place not in (None, place)):
         raise refusal("setting the data", place, parameter.shape)
     parameter.data = value
-    if parameter.shard is not None and parameter.slot is not None and not parameter.spec.master:
+    if parameter.shard is not None and parameter.slot is not None:  # a view: `sharded` lets no other come here
         axes = zero_axes(parameter.spec, parameter.groups.mesh.sizes)
         parameter.shard.data = parameter.slot.owned(parameter.detach(), parameter.groups[axes].index)

@@ -3,7 +3,7 @@
 `GradientSync` decides when; here is what one bucket does with what is put into it.
 
     Bucket        sums, and every rank gets all of it
-    SplitBucket   ZeRO level 2: sums, and every rank keeps the share that it owns
+    SplitBucket   ZeRO-2: sums, and every rank keeps the share that it owns
     TiedBucket    sums what other stages of a pipeline hold too, and leaves handing out to `pipeline.ties`
 """
 
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardwright.errors import InputError
+from shardwright.storage import ParameterSpec, zero_axes
 
 from ..collectives import process_group
 from ..faults import flight_recorder
 from ..world import Groups
+from .full_tensors import coordinates, name_some, true_dtype
 from .hooks import ParameterHooks
 from .packing import Pack
 from .sharded import ShardedParameter, Untouched, raw_gradient, set_raw_gradient, wrap_gradient
-from .spec import ParameterSpec, coordinates, name_some, zero_axes
 
 
 class BucketSlot:
@@ -74,7 +75,7 @@ class BucketSlot:
         true, self.true, self.seen = self.true, None, False
         if self.hooks.before:
             total = self.hooks.change(wrap_gradient(self.parameter, total))
-        set_raw_gradient(self.parameter, total.to(self.spec.true_dtype) if true is None else true.add_(total))
+        set_raw_gradient(self.parameter, total.to(true_dtype(self.spec)) if true is None else true.add_(total))
         self.hooks.tell(self.parameter)
 
 
@@ -178,7 +179,7 @@ class GradientBucket:
 
 
 class SplitBucket(GradientBucket):
-    """A bucket at ZeRO level 2: reduce-scattered, and only the own row is kept."""
+    """A bucket of ZeRO-2: reduce-scattered, and only the own row is kept."""
 
     def __init__(
         self, entries: Sequence[BucketSlot], axes: tuple[str, ...], groups: Groups, dtype: torch.dtype
@@ -232,8 +233,8 @@ class SplitBucket(GradientBucket):
                 old = raw_gradient(shard)
                 if entry.hooks.before:
                     share = entry.hooks.change(wrap_gradient(shard, share))
-                gradient = share.detach().to(entry.spec.true_dtype)
-                set_raw_gradient(shard, gradient if old is None else old.add_(share))
+                gradient = share.detach().to(shard.device, true_dtype(entry.spec))
+                set_raw_gradient(shard, gradient if old is None else old.add_(share.to(old.device)))
                 set_raw_gradient(entry.parameter, None)
                 entry.hooks.tell(entry.parameter)
             entry.seen, entry.true = False, None

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwright.storage import sharding_axes
+
 from ..collectives import process_group
 from ..faults import flight_recorder
 from ..faults.watch import report_failure
 from ..world import Groups
-from .spec import sharding_axes
 
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 

@@ -17,11 +17,11 @@ parameter nobody used keeps the `.grad` it had and one that somebody used has th
 gradient everywhere.
 
 Under `no_sync` local gradients pile up in `.grad` and count as pending; the next backward
-with sync (or `flush`) takes them along. At ZeRO level 2 a bucket is reduce-scattered, and
+with sync (or `flush`) takes them along. Under ZeRO-2 a bucket is reduce-scattered, and
 only the share that this rank owns is kept, as the gradient of the parameter's `shard`.
 Buckets are summed in the dtype of the parameter, or in another one (`dtype`), and handed out in the
 gradient's own.
-Parameters that level 3 splits are not handled here but in `zero3`.
+Parameters that ZeRO-3 splits are not handled here but in `zero3`.
 
 `torch.autograd.grad` has no use for `.grad`: what it asks for is summed at once, one parameter after the other, by an
 op that has a gradient of its own, and handed out as a piece where it is one.
@@ -43,15 +43,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardwright.errors import InputError, RankError
+from shardwright.storage import ParameterSpec, effective_storage, summing_axes
 
 from ..collectives import comm
 from ..faults.watch import report_failure
 from ..world import Groups
 from .buckets import BucketSlot, GradientBucket, SplitBucket, TiedBucket, expect_plain, make_dense
+from .full_tensors import compute_dtype, name_some
 from .gradient_destination import destination_of, leaf_node, needs_gradient
 from .hooks import check_put_off
 from .sharded import ShardedParameter, Untouched, raw_gradient, set_raw_gradient, wrap_gradient
-from .spec import ParameterSpec, name_some, summing_axes, zero_axes
+from .storage_runtime import runtime_class
 
 
 class TiedParameters(Protocol):
@@ -279,11 +281,7 @@ class BucketKind(NamedTuple):
     axes: tuple[str, ...]  # to sum over
     split: tuple[str, ...]  # those of them that share the result out
     dtype: torch.dtype
-    tied: bool
-
-    def bucket(self, entries: Sequence[BucketSlot]) -> GradientBucket:
-        kind = TiedBucket if self.tied else SplitBucket if self.split else GradientBucket
-        return kind(entries, self.axes, self.groups, self.dtype)
+    bucket: type[GradientBucket]
 
 
 def _summed(entry: BucketSlot, gradient: Tensor) -> Tensor:
@@ -328,7 +326,7 @@ def _buckets(
             kinds[kind].append([])
         kinds[kind][-1].append(BucketSlot(spec, parameter))
         room[kind] -= size
-    return [kind.bucket(kinds[kind][number]) for kind, number in order]
+    return [kind.bucket(kinds[kind][number], kind.axes, kind.groups, kind.dtype) for kind, number in order]
 
 
 def _kind(
@@ -339,10 +337,11 @@ def _kind(
     groups = own or groups
     if groups is None:
         raise RankError(f"parameter {spec.name} does not know the groups of its mesh, so it can't be synced")
-    axes = summing_axes(spec, groups.mesh)
-    split = zero_axes(spec, groups.mesh.sizes)
-    if spec.level == 3 and split:  # comes as a share that is summed
-        axes, split = (), ()
+    storage = effective_storage(spec, groups.mesh.sizes)
+    axes = () if storage.shards_parameter else summing_axes(spec, groups.mesh)  # its share comes summed (`zero3`)
     if not spec.trainable or not (axes or tied):
         return None
-    return BucketKind(groups, axes, split if spec.level == 2 and not tied else (), dtype or spec.dtype, tied)
+    if tied:
+        return BucketKind(groups, axes, (), dtype or compute_dtype(spec), TiedBucket)
+    split = storage.axes if storage.shards_gradient else ()
+    return BucketKind(groups, axes, split, dtype or compute_dtype(spec), runtime_class(storage, GradientBucket))

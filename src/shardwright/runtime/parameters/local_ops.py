@@ -23,10 +23,11 @@ from torch import Tensor
 
 from shardwright.errors import InputError
 from shardwright.layout import Layout
+from shardwright.storage import ParameterSpec, sharding_axes
 
 from ..collectives import comm
 from ..world import Groups
-from .spec import ParameterSpec, coordinates, gather_tensor, shard_tensor, sharding_axes
+from .full_tensors import coordinates, gather_tensor, shard_tensor
 
 _ELEMENTWISE = frozenset(
     "add sub subtract rsub mul multiply div divide true_divide truediv floor_divide floordiv remainder fmod mod pow "
@@ -156,13 +157,17 @@ def is_elementwise(name: str) -> bool:
 
 
 def expect_lasting(func: Callable[..., Any], spec: ParameterSpec) -> None:
-    """Refuse to change a parameter that has a master, by which the next step would overwrite it."""
+    """Refuse to change a parameter that has a shard of its own, by which the next step would overwrite it."""
     name, of = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
     if of == "data" or writes(name):
+        what, instead = f"copy of the shard on {spec.storage.shard_device}", "store it otherwise"
+        if spec.master:
+            what = "cast of its float32 master"
+            instead = "turn masters off (precision={'base': ..., 'master': False})"
         raise InputError(
-            f"parameter {spec.name} is a cast of its float32 master, and what is written to it is lost at the next "
-            "step; change the masters, which optimizer.param_groups hold, before step, read values with p.detach(), "
-            "or turn masters off (precision={'base': ..., 'master': False})"
+            f"parameter {spec.name} is a {what}, and what is written to it is lost at the next step; change "
+            f"{'the masters' if spec.master else 'the shards'}, which optimizer.param_groups hold, before step, read "
+            f"values with p.detach(), or {instead}"
         )
 
 

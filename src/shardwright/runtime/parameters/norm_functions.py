@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import RankError
+from shardwright.storage import sharding_axes
 
 from ..world import Groups
 from .local_ops import ShardPlacement, refusal
 from .norms import make_norm
 from .outside import is_inside
-from .spec import sharding_axes
 
 
 def _norm_of(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

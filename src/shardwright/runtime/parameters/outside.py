@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.storage import effective_storage, summing_axes
+
 from ..collectives import comm
-from .spec import summing_axes, zero_axes
 
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # properties that gradients come back through
 _NO_USE = frozenset(  # what writes, or asks about a parameter
@@ -96,7 +97,7 @@ def _times(parameter: Any) -> int:
     if groups is None:
         return 1
     sizes = groups.mesh.sizes
-    if spec.level == 3 and zero_axes(spec, sizes):  # gradients from outside come to the share, and are not summed
+    if effective_storage(spec, sizes).shards_parameter:  # gradients from outside come to the share, and are not summed
         return 1
     ranks: int = math.prod(sizes[axis] for axis in summing_axes(spec, groups.mesh))
     return ranks * int(stages.count(spec.name)) if stages is not None else ranks

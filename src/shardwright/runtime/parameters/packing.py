@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, local_region
-
-from .spec import ParameterSpec, storage_layout
+from shardwright.storage import ParameterSpec, storage_layout
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Mesh
+from shardwright.storage import ParameterSpec
 
 from ..collectives import process_group
 from ..faults import flight_recorder
 from ..faults.watch import report_failure
 from ..world import group_of, here
-from .spec import ParameterSpec
+from .full_tensors import true_dtype
 
 ALL_STAGES = (
     "norms of gradients, in which all stages take part: every stage has to hold some of the parameters that one call "
@@ -49,7 +50,7 @@ class PipelineNorms:
             for spec in specs:
                 if spec.name not in self._numbers:
                     self._numbers[spec.name] = len(self._numbers)
-                    self.dtype = torch.promote_types(self.dtype, spec.true_dtype)
+                    self.dtype = torch.promote_types(self.dtype, true_dtype(spec))
                     if world.rank == mesh.devices[0]:
                         self._own.add(spec.name)
         trains = {rank for mesh, specs in pp_ranks if any(spec.trainable for spec in specs) for rank in mesh.devices}

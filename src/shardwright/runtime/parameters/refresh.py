@@ -1,6 +1,6 @@
 """After an update of what a rank owns: the rest of its parameters, from the ranks that own that.
 
-Under ZeRO 1 and 2 a rank updates some rows of a parameter, and needs all of them to compute with. A
+Under ZeRO-1 and ZeRO-2 a rank updates some rows of a parameter, and needs all of them to compute with. A
 float32 master is cast to the parameter's dtype on the way, so that what is sent is narrow.
 """
 
@@ -11,28 +11,30 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardwright.storage import zero_axes
+
 from ..collectives import process_group
 from ..faults import flight_recorder
 from ..faults.watch import report_failure
+from .full_tensors import coordinates
 from .packing import Pack
 from .sharded import ShardedParameter, Untouched
-from .spec import coordinates, zero_axes
 
 
 def renew(parameters: Iterable[ShardedParameter]) -> None:
-    """Make parameters what their masters are: those have been given values. All ranks must call it."""
-    with_master = [parameter for parameter in parameters if parameter.spec.master and parameter.shard is not None]
-    if with_master:
-        Refresh(with_master)()
+    """Make parameters what their own shards are: those have been given values. All ranks must call it."""
+    behind = [parameter for parameter in parameters if parameter.follows_shard]
+    if behind:
+        Refresh(behind)()
 
 
 class Refresh:
     """Brings the rows that other ranks updated into the parameters, one collective for each pack."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], pack_mb: float = 25.0) -> None:
-        self._alone: list[ShardedParameter] = []  # masters that are whole here
-        kinds: dict[tuple[tuple[str, ...], torch.dtype], list[list[ShardedParameter]]] = defaultdict(list)
-        room: dict[tuple[tuple[str, ...], torch.dtype], float] = {}
+        self._alone: list[ShardedParameter] = []  # those whose own shard is all of it
+        kinds: dict[tuple[tuple[str, ...], str], list[list[ShardedParameter]]] = defaultdict(list)
+        room: dict[tuple[tuple[str, ...], str], float] = {}
         for parameter in parameters:
             assert parameter.groups is not None
             axes = zero_axes(parameter.spec, parameter.groups.mesh.sizes) if parameter.slot is not None else ()

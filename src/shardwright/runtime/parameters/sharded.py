@@ -22,11 +22,13 @@ from torch import Tensor
 
 from shardwright.errors import InputError, RankError
 from shardwright.layout import Layout
+from shardwright.storage import ParameterSpec, sharding_axes, storage_layout, stored_layout, zero_axes
 
 from ..world import Groups
 from . import local_ops
 from .alignment import expect_aligned
 from .assign_data import set_data
+from .full_tensors import coordinates, true_dtype
 from .grad_scaler import UNSCALE, unscale
 from .hooks import ParameterHooks, add_hook
 from .local_ops import INSTEAD, ShardPlacement
@@ -35,7 +37,6 @@ from .norms import PendingNorm, global_norm
 from .outside import is_inside, is_use, used_outside
 from .packing import PackSlot, make_slot
 from .pipeline_norms import PipelineNorms
-from .spec import ParameterSpec, coordinates, sharding_axes, storage_layout, stored_layout, zero_axes
 from .stage_numbers import combined, is_of_stage, numbered
 
 Untouched = torch._C.DisableTorchFunctionSubclass  # inside this guard our subclasses behave as plain tensors
@@ -55,6 +56,7 @@ class ShardedParameter(torch.nn.Parameter):
     shard: ShardedParameter | None
     owner: ShardedParameter | None
     slot: PackSlot | None
+    follows_shard: bool = False  # its shard has memory of its own (a master weight, say) and the true value
     sharded_keys: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
     stages: PipelineNorms | None = None  # of the pipeline that it is a part of
     prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
@@ -112,7 +114,7 @@ class ShardedParameter(torch.nn.Parameter):
                 return NORMS[func](*args, **(kwargs or {}))
             if func in (_HOOK, _HOOK_AFTER):
                 return add_hook(args[0], args[1], after=func is _HOOK_AFTER)
-            if func == _SET_DATA and isinstance(args[0], ShardedParameter) and not _has_master(args[0]):
+            if func == _SET_DATA and isinstance(args[0], ShardedParameter) and not args[0].follows_shard:
                 return set_data(args[0], args[1], _place(args[0]), _place(args[1]))
             return _outside(func, args, kwargs or {})
 
@@ -125,7 +127,7 @@ class ShardedParameter(torch.nn.Parameter):
             memo[id(self)] = copied
             if self.shard is not None:
                 with Untouched():
-                    _attach_shard(copied, self.shard.detach().clone() if self.spec.master else None)
+                    _attach_shard(copied, self.shard.detach().clone() if self.follows_shard else None)
             if self.stages is not None:
                 join_pipeline(self.stages, [copied])
         return cast(ShardedParameter, memo[id(self)])
@@ -147,39 +149,39 @@ class ShardedParameter(torch.nn.Parameter):
 
 
 def make_parameter(
-    local: Tensor, spec: ParameterSpec, groups: Groups, master: Tensor | None = None
+    local: Tensor, spec: ParameterSpec, groups: Groups, own_shard: Tensor | None = None
 ) -> ShardedParameter:
-    """The parameter for a shard, with a shard for the optimizer where ZeRO or a master weight wants one."""
+    """The parameter for a shard, with a shard for the optimizer where one is wanted: `own_shard`, or a view."""
     layout = stored_layout(spec, groups.mesh.sizes)
     parameter = ShardedParameter(local, spec, groups, layout, requires_grad=spec.trainable)
-    if (spec.level in (1, 2) or spec.master) and spec.trainable:
-        _attach_shard(parameter, master)
+    if (spec.storage.updates_shard or spec.master) and spec.trainable:
+        _attach_shard(parameter, own_shard)
     return parameter
 
 
 def true_value(parameter: ShardedParameter) -> ShardedParameter:
-    """What has the parameter's true value: its master, if it has one."""
-    return parameter.shard if parameter.spec.master and parameter.shard is not None else parameter
+    """What has the parameter's true value: the optimizer's shard, if that has memory of its own."""
+    return parameter.shard if parameter.follows_shard and parameter.shard is not None else parameter
 
 
-def _attach_shard(parameter: ShardedParameter, master: Tensor | None = None) -> None:
+def _attach_shard(parameter: ShardedParameter, own_shard: Tensor | None = None) -> None:
     spec, groups = parameter.spec, parameter.groups
     if groups is None:
         raise RankError(f"{spec.name} has no groups, so it can't be split again")
     sizes = groups.mesh.sizes
-    axes = zero_axes(spec, sizes) if spec.level in (1, 2) else ()
-    if not axes and master is None:
+    axes = zero_axes(spec, sizes) if spec.storage.updates_shard else ()
+    if not axes and own_shard is None:
         return
     slot = make_slot(spec, axes, sizes, coordinates(groups)) if axes else None
     with Untouched():
-        if master is not None:
-            owned, parameter.grad_dtype = master, spec.true_dtype
+        if own_shard is not None:
+            owned, parameter.grad_dtype = own_shard, true_dtype(spec)
         else:
             assert slot is not None
             owned = slot.owned(parameter.detach(), groups[axes].index)
     shard = ShardedParameter(owned, spec, groups, storage_layout(spec, sizes), requires_grad=True)
     shard.owner, shard.slot = parameter, slot
-    parameter.shard, parameter.slot = shard, slot
+    parameter.shard, parameter.slot, parameter.follows_shard = shard, slot, own_shard is not None
 
 
 def join_pipeline(stages: PipelineNorms, parameters: Iterable[ShardedParameter]) -> None:
@@ -201,8 +203,8 @@ class ShardedGradient(Tensor):
     groups: Groups | None
     stages: PipelineNorms | None
     spec: ParameterSpec
-    mine: Tensor | None  # level 1: the share whose norm is summed over the zero axis too
-    full: Tensor | None  # of a share at level 1: the gradient that it is a view on
+    mine: Tensor | None  # ZeRO-1: the share whose norm is summed over the zero axis too
+    full: Tensor | None  # of a share under ZeRO-1: the gradient that it is a view on
     knows_stages = True
 
     @classmethod
@@ -265,7 +267,9 @@ def _read(parameter: Any) -> Tensor | None:
 
 def keeps_share(parameter: Tensor) -> bool:
     """Whether only a share of the gradient is there, as that of the shard."""
-    return isinstance(parameter, ShardedParameter) and parameter.spec.level == 2 and parameter.slot is not None
+    if not isinstance(parameter, ShardedParameter):
+        return False
+    return parameter.slot is not None and parameter.spec.storage.shards_gradient
 
 
 def _dressed(parameter: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
@@ -338,7 +342,7 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """A function of parameters or gradients that the user calls, or a backward that is written in Python."""
     if is_inside():
         return func(*args, **kwargs)
-    if args and _has_master(args[0]):
+    if args and getattr(args[0], "follows_shard", False):
         local_ops.expect_lasting(func, args[0].spec)
     args, kwargs = torch.utils._pytree.tree_map_only(PendingNorm, global_norm, (args, kwargs))
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
@@ -352,10 +356,6 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     else:
         result = func(*args, **kwargs)
     return result if stages is None else _of_stage(func, result, leaves)
-
-
-def _has_master(x: Any) -> bool:
-    return isinstance(x, ShardedParameter) and x.spec.master and x.owner is None
 
 
 def _of_stage(func: Callable[..., Any], result: Any, leaves: Sequence[Any]) -> Any:
@@ -391,7 +391,7 @@ def _write(parameter: ShardedParameter, gradient: Tensor | None) -> None:
     other = parameter.owner if parameter.owner is not None else parameter.shard if keeps_share(parameter) else None
     if other is not None and gradient is None:
         other.grad = None
-    if parameter.shard is not None and other is not None and gradient is not None:  # level 2 keeps a share
+    if parameter.shard is not None and other is not None and gradient is not None:  # ZeRO-2 keeps a share
         if gradient.shape != parameter.shard.shape and parameter.slot is not None:
             gradient = parameter.slot.owned(gradient, _index(parameter)).clone()
         parameter = parameter.shard

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from shardwright.errors import InputError, LayoutError, raise_all
 from shardwright.layout import Mesh
+from shardwright.storage import ParameterSpec
 
 from ..world import Groups, here
+from .full_tensors import gather_tensor, true_dtype
 from .refresh import renew
 from .sharded import ShardedParameter, Untouched, keeps_share, true_value
-from .spec import ParameterSpec, gather_tensor
 from .state_values import PartialState, ShardTensor, as_state, local_of, region_of_value
 
 # -- the model ---------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def spread_out(values: Mapping[str, Tensor | None], pp_ranks: Seats) -> dict[str
             there = torch.tensor(own is not None, device=device)
             dist.broadcast(there, source)
             if bool(there):
-                empty = torch.empty(spec.shape if own is None else (), dtype=spec.true_dtype, device=device)
+                empty = torch.empty(spec.shape if own is None else (), dtype=true_dtype(spec), device=device)
                 full = empty if own is None else own.contiguous()
                 dist.broadcast(full, source)
                 gathered[spec.name] = full

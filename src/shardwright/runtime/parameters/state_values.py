@@ -33,11 +33,12 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import InputError
 from shardwright.layout import Layout, Mesh, local_region
+from shardwright.storage import ParameterSpec, sharding_axes
 
 from ..world import Groups, here
+from .full_tensors import coordinates, gather_tensor, shard_tensor
 from .local_ops import INSTEAD
 from .sharded import Untouched
-from .spec import ParameterSpec, coordinates, gather_tensor, shard_tensor, sharding_axes
 
 
 class Unpicklable:

@@ -13,7 +13,7 @@ Autograd would keep the gathered weights from forward to backward. Inside `savin
 only where a weight was (pack, offset, size, stride), and gathers it again when backward asks.
 
 Shares of gradients are summed at once, also under `no_sync`: putting it off would need a
-whole gradient for every unit, which is what level 3 is there to avoid. A copy of a weight (a cast
+whole gradient for every unit, which is what ZeRO-3 is there to avoid. A copy of a weight (a cast
 under autocast) is not a view on the gathered buffer, and is kept like any other activation.
 """
 
@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InputError, LayoutError
+from shardwright.storage import Storage, effective_storage
 
 from ..faults.watch import report_failure
 from ..world import Groups
 from .buckets import expect_plain
 from .gradient_destination import destination_of
 from .sharded import ShardedParameter, Untouched
-from .spec import zero_axes
+from .storage_runtime import runtime_class
 from .zero3_shards import GatheredUnit, GradientReturn, Pair, UnitShards
 
 
@@ -43,7 +44,7 @@ class UnitUse(torch.autograd.Function):
     """One use of a unit: whole parameters out, their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, zero: Zero3, gathered: GatheredUnit, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, zero: UnitGatherer, gathered: GatheredUnit, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.zero, ctx.shards = zero, gathered.shards
         ctx.set_materialize_grads(False)
         views = gathered.views()
@@ -89,7 +90,7 @@ class KeptTensor:
         return self.tensor
 
 
-class Zero3:
+class UnitGatherer:
     """The units of a model whose parameters are stored split. `order` is the order of their use in forward."""
 
     def __init__(
@@ -105,12 +106,15 @@ class Zero3:
         self._units: dict[str, list[UnitShards]] = {}
         self._loose: dict[str, list[Pair]] = {}
         for name, pairs in units.items():
-            kinds: dict[tuple[tuple[str, ...], torch.dtype], list[Pair]] = defaultdict(list)
+            kinds: dict[tuple[Storage, str], list[Pair]] = defaultdict(list)
             for spec, parameter in pairs:
-                axes = zero_axes(spec, groups.mesh.sizes) if spec.level == 3 else ()
-                kinds[axes, spec.dtype].append((spec, parameter))
-            self._loose[name] = [pair for (axes, _), kind in kinds.items() if not axes for pair in kind]
-            self._units[name] = [UnitShards(kind, axes, groups, wire) for (axes, _), kind in kinds.items() if axes]
+                kinds[effective_storage(spec, groups.mesh.sizes), spec.dtype].append((spec, parameter))
+            self._loose[name] = [pair for (storage, _), kind in kinds.items() if not storage.axes for pair in kind]
+            self._units[name] = [
+                runtime_class(storage, UnitShards)(kind, storage.axes, groups, wire)
+                for (storage, _), kind in kinds.items()
+                if storage.axes
+            ]
         self._order = list(order)
         self._names = {id(shards): name for name, unit in self._units.items() for shards in unit}
         self._ready: dict[UnitShards, GatheredUnit] = {}  # gathered or on the way

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwright.storage import ParameterSpec, storage_layout, summing_axes, zero_axes
+
 from ..collectives import comm, process_group
 from ..faults import flight_recorder
 from ..world import Groups
 from .buckets import dense
+from .full_tensors import compute_dtype, coordinates, name_some, true_dtype
 from .gradient_destination import needs_gradient
 from .hooks import ParameterHooks
 from .packing import Pack, whole_buffer
 from .sharded import ShardedParameter, Untouched, raw_gradient, set_raw_gradient, wrap_gradient
-from .spec import ParameterSpec, coordinates, name_some, storage_layout, summing_axes, zero_axes
 
 Pair = tuple[ParameterSpec, Parameter]
 
@@ -35,7 +37,7 @@ class UnitShards:
     def __init__(
         self, pairs: Sequence[Pair], axes: tuple[str, ...], groups: Groups, wire: torch.dtype | None = None
     ) -> None:
-        self.wire = wire or pairs[0][0].dtype  # gradients are summed in it
+        self.wire = wire or compute_dtype(pairs[0][0])  # gradients are summed in it
         self.pairs, self.groups = list(pairs), groups
         self.group = groups[axes]
         self.pack = Pack([spec for spec, _ in pairs], axes, groups.mesh.sizes, coordinates(groups))
@@ -208,5 +210,5 @@ def _hand_out(leaf: Tensor, share: Tensor, spec: ParameterSpec) -> None:
     if hooks.before:
         share = hooks.change(wrap_gradient(leaf, share))
     old = raw_gradient(leaf)
-    set_raw_gradient(leaf, share.to(spec.true_dtype) if old is None else old.add_(share))
+    set_raw_gradient(leaf, share.to(true_dtype(spec)) if old is None else old.add_(share))
     hooks.tell(leaf)

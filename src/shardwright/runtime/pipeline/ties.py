@@ -21,10 +21,11 @@ from torch import Tensor
 
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Mesh
+from shardwright.storage import ParameterSpec, stored_layout, zero_axes
 
 from ..parameters.buckets import BucketSlot, TiedBucket
-from ..parameters.sharded import ShardedParameter, raw_gradient, set_raw_gradient, wrap_gradient
-from ..parameters.spec import ParameterSpec, stored_layout, zero_axes
+from ..parameters.full_tensors import true_dtype
+from ..parameters.sharded import ShardedParameter, keeps_share, raw_gradient, set_raw_gradient, wrap_gradient
 from ..world import here
 from .routes import Route, routes
 from .transport import Arrival, Transport
@@ -135,12 +136,12 @@ def _hand_out(entry: BucketSlot, total: Tensor) -> None:
     if not entry.seen:
         entry.set_aside()
     parameter = entry.parameter
-    shard = parameter.shard if isinstance(parameter, ShardedParameter) and entry.spec.level == 2 else None
+    shard = parameter.shard if isinstance(parameter, ShardedParameter) and keeps_share(parameter) else None
     if shard is None or shard.slot is None or shard.groups is None:
         entry.hand_out(total)
         return
     place = shard.groups[zero_axes(entry.spec, shard.groups.mesh.sizes)].index
-    share, old = shard.slot.owned(total, place).to(entry.spec.true_dtype), raw_gradient(shard)
+    share, old = shard.slot.owned(total, place).to(shard.device, true_dtype(entry.spec)), raw_gradient(shard)
     if entry.hooks.before:
         share = entry.hooks.change(wrap_gradient(shard, share))
     set_raw_gradient(shard, share.clone() if old is None else old.add_(share))

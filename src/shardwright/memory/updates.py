@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cost.training import BackendTraits, TrainingSetup
 from ..ir.paths import layer_of
 from .heap import BUFFER, GRADIENT, Heap
 from .rank_program import ParameterMemory, RankStep
-from .training import BackendTraits, TrainingSetup
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
 IN_FLIGHT = 2
@@ -28,8 +28,8 @@ class BucketMemory:
 class GradientBuckets:
     """Gradients that are summed in flat buffers.
 
-    Those of ZeRO 0 and 1 are the gradients, and their memory is never given back. At level 2 a buffer lives until
-    its sum is through, and the own share of it stays.
+    Buckets of full gradients are the gradients, and their memory is never given back. Where gradients are sharded a
+    buffer lives until its sum is through, and the own share of it stays.
     """
 
     def __init__(
@@ -40,28 +40,26 @@ class GradientBuckets:
         self.order: list[BucketMemory] = []
         self.sent: list[BucketMemory] = []
         synced = [
-            parameter for parameter in parameters if parameter.trainable and parameter.sums and parameter.level < 3
+            parameter
+            for parameter in parameters
+            if parameter.trainable and parameter.sums and not parameter.storage.shards_parameter
         ]
-        heap.new(sum(parameter.bytes for parameter in synced if parameter.level < 2), GRADIENT)
-        heap.new(
-            sum(
-                parameter.bytes * parameter.wider for parameter in synced if parameter.level < 2 and parameter.wider > 1
-            ),
-            GRADIENT,
-        )
+        full = [parameter for parameter in synced if not parameter.storage.shards_gradient]
+        heap.new(sum(parameter.bytes for parameter in full), GRADIENT)
+        heap.new(sum(parameter.bytes * parameter.wider for parameter in full if parameter.wider > 1), GRADIENT)
         if training.accumulate > 1:  # gradients of earlier backwards, not summed yet
             heap.new(
                 sum(
                     parameter.bytes * parameter.wider
                     for parameter in parameters
-                    if parameter.trainable and parameter.level < 3
+                    if parameter.trainable and not parameter.storage.shards_parameter
                 ),
                 GRADIENT,
             )
         room: dict[tuple[str, ...], float] = {}
         open_: dict[tuple[str, ...], BucketMemory] = {}
         for parameter in reversed(synced):
-            key = (*parameter.sums, str(parameter.level))
+            key = (*parameter.sums, parameter.storage.name)
             if key not in open_ or parameter.bytes > room[key]:
                 room[key] = BUCKET if self.order else FIRST_BUCKET
                 open_[key] = BucketMemory()
@@ -69,9 +67,9 @@ class GradientBuckets:
             bucket = open_[key]
             bucket.missing += 1
             room[key] -= parameter.bytes
-            if parameter.level == 2:
+            if parameter.storage.shards_gradient:
                 bucket.bytes += parameter.bytes
-                bucket.share += parameter.share * parameter.wider
+                bucket.share += parameter.storage.stored(parameter.bytes, parameter.parts).gradient * parameter.wider
             self.of[parameter.key] = bucket
         self.next = 0
 
@@ -132,7 +130,7 @@ class Zero3Units:
         self.units: dict[str, Zero3Unit] = {}
         self.of: dict[int, Zero3Unit] = {}
         for parameter in parameters:
-            if parameter.level == 3:
+            if parameter.storage.shards_parameter:
                 unit = self.units.setdefault(layer_of(parameter.key), Zero3Unit(layer_of(parameter.key)))
                 self.of[parameter.value] = unit
                 unit.whole += parameter.gathered

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..cost.training import BackendTraits, TrainingSetup
 from ..layout import MB
 from ..lower import LoweredProgram
 from ..schedule import MicrobatchMemory, Schedule, in_flight
 from .heap import ACTIVATION
-from .memory_timeline import MemoryPeak, MemoryTimeline
 from .rank_program import ParameterMemory, read_program
-from .training import BackendTraits, TrainingSetup
+from .timeline import MemoryPeak, MemoryTimeline
 
 NOTHING = MicrobatchMemory(0.0, 0.0)
 
@@ -58,10 +58,12 @@ def simulate_stage_memory(
     """One microbatch of a stage. `queued`: bytes from its backward until the gradients of parameters are made."""
     program = read_program(lowered, training, traits)
     parameters = [
-        replace(parameter, level=1) if parameter.level == 2 else parameter for parameter in program.parameters
+        replace(parameter, storage=parameter.storage.while_accumulating()) for parameter in program.parameters
     ]
     program.parameters[:] = [
-        replace(parameter, sums=(MB,)) if parameter.level < 3 and parameter.trainable else parameter
+        parameter
+        if parameter.storage.shards_parameter or not parameter.trainable
+        else replace(parameter, sums=(MB,))
         for parameter in parameters
     ]
     line = MemoryTimeline(program, training, traits)
@@ -96,8 +98,8 @@ def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], 
     by_key = {item.key: item for segment in segments for item in segment.parameters}  # tied parameters count once
     elsewhere = {item.key for at, segment in enumerate(walked) if at not in own for item in segment.parameters}
     trained = [item for item in by_key.values() if item.trainable]
-    aside = sum((item.bytes if item.level < 3 else item.share) * item.wider for item in trained)
-    summed = sum(item.bytes for item in trained if item.sums and item.level < 3)
+    aside = sum(item.stored * item.wider for item in trained)
+    summed = sum(item.bytes for item in trained if item.sums and not item.storage.shards_parameter)
     summed += TIED * sum(item.bytes for item in trained if item.key in elsewhere)
     parameters = sum(item.stored for item in by_key.values())
     optimizer = sum(item.states for item in trained)

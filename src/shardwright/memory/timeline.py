@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..cost.training import ON_CPU, BackendTraits, TrainingSetup
 from ..lower import LoweredProgram
 from .flow import GradientFlow
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .lifetimes import deaths
 from .rank_program import ParameterMemory, RankProgram, RankStep, read_program
-from .training import ON_CPU, BackendTraits, TrainingSetup
 from .updates import GradientBuckets, Zero3Units
 
 
@@ -215,7 +215,7 @@ class MemoryTimeline:
     def _complete(self, parameter: ParameterMemory) -> None:
         """A parameter has its whole gradient of this backward."""
         storage = self.gradients.pop(parameter.value, None)
-        if parameter.level == 3:
+        if parameter.storage.shards_parameter:
             self.units.arrived(parameter, storage)
         elif parameter.sums:
             self.buckets.arrived(parameter)
@@ -224,16 +224,18 @@ class MemoryTimeline:
         elif storage is not None and (parameter.wider > 1 or self.heap.refs[storage] > 1):  # .grad is a copy
             self.heap.new(parameter.bytes * parameter.wider, GRADIENT)
             self.heap.drop(storage)
+        elif storage is not None:  # .grad is what backward made
+            self.heap.relabel(storage, GRADIENT)
 
     def update(self) -> None:
-        """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
+        """The optimizer's own tensors, and the parameters whose updated shards are gathered."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
-        shares = [parameter.share * parameter.wider for parameter in self.program.parameters if parameter.trainable]
+        shares = [parameter.updated * parameter.wider for parameter in self.program.parameters if parameter.trainable]
         if self.training.states() and not self.traits.fuses(self.training.optimizer):
             heap.touch(sum(shares) if self.traits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
-        split = [parameter for parameter in self.program.parameters if parameter.level in (1, 2)]
+        split = [parameter for parameter in self.program.parameters if parameter.storage.updates_shard]
         copies = 2.0 if self.traits.copies else 1.0
         heap.touch(sum(copies * parameter.bytes + parameter.share for parameter in split))

@@ -14,6 +14,10 @@ from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
+from ..cost.call import local_call, local_elements
+from ..cost.saved_for_backward import saved_for_backward
+from ..cost.strides import strides_of
+from ..cost.training import ON_CPU, BackendTraits, TrainingSetup
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
 from ..ir.paths import layer_of
@@ -23,11 +27,8 @@ from ..lower.program import graph_value
 from ..lower.tidy import SHARES
 from ..ops import spec_of
 from ..ops.contexts import SavedForBackward
-from .call import local_call, local_elements
+from ..storage import Replicated, Storage
 from .flow import Flow, GradientFlow, ReshardMemory, flow, reshard_memory
-from .saved_for_backward import saved_for_backward
-from .strides import strides_of
-from .training import ON_CPU, BackendTraits, TrainingSetup
 
 FRESH, NONE = GradientFlow.FRESH, GradientFlow.NONE
 _SUFFIX = re.compile(r"(_\d+)+$")
@@ -75,23 +76,28 @@ class ParameterMemory:
     sums: tuple[str, ...]  # the axes over which its gradient is summed
     state: float = 0.0  # bytes that the optimizer keeps for all of it
     wider: float = 1.0  # how much larger its gradient is
-    level: int = 0
-    parts: int = 1  # over how many ranks ZeRO splits it
+    storage: Storage = field(default_factory=Replicated)
+    parts: int = 1  # over how many ranks its storage shards it
 
     @property
     def share(self) -> float:
-        """Bytes of what this rank's optimizer updates."""
+        """Bytes of its share, if its storage shards it."""
         return self.bytes / self.parts
+
+    @property
+    def updated(self) -> float:
+        """Bytes of what this rank's optimizer updates on its device."""
+        return self.storage.stored(self.bytes, self.parts).state
 
     @property
     def states(self) -> float:
         """Bytes of the state that this rank's optimizer keeps, of its master too."""
-        return self.state / self.parts if self.trainable else 0.0
+        return self.storage.stored(self.state, self.parts).state if self.trainable else 0.0
 
     @property
     def stored(self) -> float:
         """Bytes of the parameter as it is stored."""
-        return self.share if self.level == 3 else self.bytes
+        return self.storage.stored(self.bytes, self.parts).parameter
 
 
 class OpMemory(NamedTuple):
@@ -181,13 +187,13 @@ class ProgramReader:
         first = {name: at for at, op in reversed(list(enumerate(body))) for name in op.inputs}
         for parameter in sorted(self.program.parameters, key=lambda parameter: first.get(parameter.value, len(body))):
             value, layout = self.values[parameter.value], parameter.layout
-            number = self._new(parameter.value, fixed=True, parameter=parameter.key)
+            number = self._new(parameter.value, fixed=True, parameter=parameter.name)
             local = layout.local_shape(value.shape, self.sizes, dict.fromkeys(self.sizes, 0))
             elements = math.prod(local)
-            parts = math.prod(self.sizes[axis] for axis, _ in parameter.zero) if max(local, default=0) > 1 else 1
+            parts = parameter.storage.parts(self.sizes) if max(local, default=0) > 1 else 1
             self.result.parameters.append(
                 ParameterMemory(
-                    key=parameter.key,
+                    key=parameter.name,
                     value=number,
                     bytes=elements * ITEM_SIZE.get(value.dtype, 4),
                     gathered=elements * self.training.item(value),
@@ -197,7 +203,7 @@ class ProgramReader:
                     ),
                     state=elements * self.training.state_item(value),
                     wider=self.training.true_item(value) / ITEM_SIZE.get(value.dtype, 4),
-                    level=parameter.zero[0][1] if parts > 1 else 0,
+                    storage=parameter.storage if parts > 1 else Replicated(),
                     parts=parts,
                 )
             )

@@ -1,0 +1,41 @@
+"""The kinds of parameter storage. To add one, write its file and list it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import LayoutError
+from .replicated import Replicated
+from .storage import Storage
+from .zero1 import Zero1
+from .zero2 import Zero2
+from .zero3 import Zero3
+
+KINDS: tuple[type[Storage], ...] = (
+    Replicated,
+    Zero1,
+    Zero2,
+    Zero3,
+)
+
+SHARDED_KINDS = tuple(kind for kind in KINDS if kind.sharded())
+"""Those that can be asked for along an axis, which are policies of plan strings too."""
+
+
+def storage_kind(symbol: int | str) -> type[Storage]:
+    """The kind that plan files and generated code write as `symbol`."""
+    for kind in SHARDED_KINDS:
+        if symbol == kind.symbol:
+            return kind
+    known = ", ".join(f"{kind.symbol!r} ({kind.title})" for kind in SHARDED_KINDS)
+    raise LayoutError(f"{symbol!r} is no kind of parameter storage; there are {known}")
+
+
+def parse_storage(written: Mapping[str, int | str]) -> Storage:
+    """{"dp": 3} as the storage that it stands for."""
+    if not written:
+        return Replicated()
+    symbols = list(dict.fromkeys(written.values()))
+    if len(symbols) > 1:
+        raise LayoutError(f"its storage is {dict(written)}; use one kind of storage for all axes")
+    return storage_kind(symbols[0])(tuple(written))
