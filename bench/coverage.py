@@ -4,6 +4,7 @@
 --resume       keep what bench/coverage.csv has, measure the rest
 --failed       as --resume, and measure again what failed
 --built        only build the models and run them, to see whether configs and inputs fit
+--masks        only capture them, to see what their attention masks are; the other columns stay as they are
 --page         make the page from the CSV, measure nothing
 """
 
@@ -14,11 +15,12 @@ import csv
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .architectures.exceptions import LEFT_OUT
-from .architectures.listed import KINDS, architectures
+from .architectures.listed import KINDS, Architecture, architectures
 from .architectures.measure import FIELDS, Row
 from .architectures.page import page
 from .architectures.pool import measured
@@ -30,16 +32,36 @@ PAGE = Path("docs/coverage.md")
 def main() -> None:
     options = _options()
     known = read(RESULTS) if RESULTS.exists() else []
-    if not options.page:
+    if options.masks:
+        known = _look_at_masks(options, known)
+    elif not options.page:
         known = _run(options, known)
     if not options.only and not options.built:
         PAGE.write_text(page(known))
 
 
+def _wanted(options: Any) -> list[Architecture]:
+    every = [architecture for architecture in architectures() if architecture.model_type not in LEFT_OUT]
+    names = options.only
+    return [it for it in every if not names or it.model_type in names or it.kind in names]
+
+
+def _look_at_masks(options: Any, known: list[Row]) -> list[Row]:
+    """The rows that are known, with what a capture now says about their attention."""
+    wanted, begun = _wanted(options), time.monotonic()
+    rows = {(row.model_type, row.labels): row for row in known}
+    for count, row in enumerate(measured(wanted, options.jobs, "captured")):
+        key = (row.model_type, row.labels)
+        _say(row, count, 2 * len(wanted), time.monotonic() - begun)
+        if key in rows and row.captured:
+            seen = {name: getattr(row, name) for name in ("attention", "causal", "unmasked", "masks")}
+            rows[key] = replace(rows[key], **seen)
+            write(RESULTS, _sorted(rows.values()))
+    return _sorted(rows.values())
+
+
 def _run(options: Any, known: list[Row]) -> list[Row]:
-    wanted = [held for held in architectures() if held.model_type not in LEFT_OUT]
-    if options.only:
-        wanted = [held for held in wanted if held.model_type in options.only or held.kind in options.only]
+    wanted = _wanted(options)
     if options.resume or options.failed:
         bad = {row.model_type for row in known if not (row.dp and row.tp)} if options.failed else set()
         done = {row.model_type for row in known} - bad
@@ -50,7 +72,7 @@ def _run(options: Any, known: list[Row]) -> list[Row]:
     path = Path(options.csv) if options.csv else RESULTS
     found = list(kept)
     begun = time.monotonic()
-    for row in measured(wanted, options.jobs, deep=not options.built):
+    for row in measured(wanted, options.jobs, "built" if options.built else "verified"):
         found.append(row)
         _say(row, len({row.model_type for row in found} & again), len(wanted), time.monotonic() - begun)
         write(path, _sorted(found))
@@ -62,7 +84,7 @@ def _options() -> Any:
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--csv", help="where the results go, if not to the project's own file")
-    for name in ("resume", "failed", "built", "page"):
+    for name in ("resume", "failed", "built", "masks", "page"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 

@@ -19,7 +19,7 @@ from .compile_llama import in_own_process
 from .entries import OVERHEAD, PAIRS, Entry, compile_entries, unmeasured_compile
 from .race import Times, ratio_of, ratio_of_minima
 from .ranks import Heat, run
-from .workload import NARROW, WIDE, WIDEST, Workload
+from .workload import LLAMAS, NARROW, WIDE, WIDEST, Workload
 
 RESULTS = Path(__file__).parent / "results.json"
 STEPS = {NARROW: 3, WIDE: 2, WIDEST: 2}  # in a row, so that a cell of the race lasts about a second
@@ -38,6 +38,20 @@ def races(rounds: int) -> list[Entry]:
             entries += [Entry(claim=claim, measured=None, why_not=last_line(error)) for claim in claims.values()]
             continue
         entries += [Entry(claim=c, measured=ratio_of(times, pair.peer, pair.ours)) for pair, c in claims.items()]
+    return entries
+
+
+def llama(rounds: int) -> list[Entry]:
+    """Attention at length: what eager runs as causal is causal in ours."""
+    entries = []
+    for work in LLAMAS:
+        pair = PAIRS[0]
+        try:
+            times = run(Heat(work=work, contenders=(pair.ours, pair.peer), rounds=rounds, steps=1))
+        except Exception as error:
+            entries.append(Entry(claim=pair.claim(work.name), measured=None, why_not=last_line(error)))
+            continue
+        entries.append(Entry(claim=pair.claim(work.name), measured=ratio_of(times, pair.peer, pair.ours)))
     return entries
 
 
@@ -89,7 +103,7 @@ def free_race(names: tuple[str, ...], work: Workload, rounds: int) -> Table:
 
 
 def main() -> None:
-    parts = {"races": races, "overhead": overhead, "compile": compiling}
+    parts = {"races": races, "llama": llama, "overhead": overhead, "compile": compiling}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--only", choices=parts)

@@ -1,10 +1,12 @@
 """What every contender of a race trains: the same GPT from the same seed, on the same global batches."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from examples.gpt import GPT, GPTConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,37 @@ class Workload:
 NARROW = Workload(name="GPT 4 layers, d=256", d=256)
 WIDE = Workload(name="GPT 4 layers, d=384", d=384)
 WIDEST = Workload(name="GPT 4 layers, d=512", d=512)  # where products are nearly all of a step, and alike for everybody
+
+
+class LlamaLoss(nn.Module):
+    """Llama of transformers, with grouped heads, and its loss."""
+
+    def __init__(self, work: Workload) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=work.vocab, hidden_size=work.d, intermediate_size=3 * work.d, num_hidden_layers=work.n_layer,
+            num_attention_heads=work.n_head, num_key_value_heads=work.n_head // 4, max_position_embeddings=work.seq,
+        )  # fmt: skip
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.llama(ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaWorkload(Workload):
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return LlamaLoss(self)
+
+
+LLAMAS = tuple(
+    LlamaWorkload(name=f"HF Llama 4 layers, d=256, {seq} tokens", d=256, seq=seq, batch=batch)
+    for seq, batch in ((256, 8), (1024, 4), (2048, 2))
+)
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.capture import CapturedGraph, capture, capture_pair
+from shardwright.capture.captured import NO_FACTS, MaskFacts
 from shardwright.capture.user_calls.find_opaque import AUTO
 from shardwright.capture.user_calls.kept import CALLEES
 from shardwright.capture.user_calls.opaque import opaque_parts
@@ -38,23 +39,24 @@ def keep_captures() -> None:
 
 
 def captured(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, entry: str, promote: bool = False, real: Any
-) -> CapturedGraph:
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, entry: str, promote: bool = False, real: Any,
+    masks: MaskFacts = NO_FACTS,
+) -> CapturedGraph:  # fmt: skip
     """What `capture` gives, or gave."""
-    key = _key(module, tuple(args), dict(kwargs), entry, promote)
+    key = _key(module, tuple(args), dict(kwargs), entry, promote, masks.unpadded)
     held = _made.get(key)
-    return held or _keep(key, capture(module, args, kwargs, entry=entry, promote=promote, real=real))
+    return held or _keep(key, capture(module, args, kwargs, entry=entry, promote=promote, real=real, masks=masks))
 
 
 def captured_pair(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Any,
-    promote: Callable[[Graph], bool],
+    promote: Callable[[Graph], bool], masks: MaskFacts = NO_FACTS,
 ) -> tuple[CapturedGraph, CapturedGraph | None]:  # fmt: skip
     """What `capture_pair` gives, or gave."""
-    keys = [_key(module, args, kwargs, entry, wanted) for wanted in (False, True)]
+    keys = [_key(module, args, kwargs, entry, wanted, masks.unpadded) for wanted in (False, True)]
     plain, wide = (_made.get(key) for key in keys)
     if plain is None or (wide is None and promote(plain.graph)):
-        plain, wide = capture_pair(module, args, kwargs, entry=entry, real=real, promote=promote)
+        plain, wide = capture_pair(module, args, kwargs, entry=entry, real=real, promote=promote, masks=masks)
         _keep(keys[0], plain)
         if wide is not None:
             _keep(keys[1], wide)
@@ -62,7 +64,7 @@ def captured_pair(
 
 
 def _keep(key: bytes | None, made: CapturedGraph) -> CapturedGraph:
-    if key is not None:
+    if key is not None and not made.fixed_buffers:  # which depends on values
         if len(_made) >= MOST:
             del _made[next(iter(_made))]
         _made[key] = made

@@ -78,7 +78,7 @@ def test_without_its_shapes_it_is_refused_with_that_remedy():
 
 def test_shapes_that_are_not_true_are_an_error_when_it_runs():
     wrong = sw.register_op("b d -> b d", lambda x: x * 2, shapes=lambda x: (x.shape[0], 1), check=False)
-    with pytest.raises(InputError, match=r"returned \[2, 8\] of float64, and its shapes= says \[2, 1\]"):
+    with pytest.raises(InputError, match=r"returned \[2, 8\] of float64, and its shapes= gives \[2, 1\]"):
         compare(Calls(lambda x: wrong(x) + x), (torch.randn(4, 8),), "dp=2")
 
 

@@ -14,6 +14,8 @@ import torch
 
 from shardwright.capture import CapturedGraph, find_opaque
 from shardwright.cost import flops
+from shardwright.ir import Graph
+from shardwright.parallelize import captured_graph
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.probe import probing
 from shardwright.rules import analyse
@@ -24,6 +26,7 @@ from .configs import CannotBuild, small_config
 from .inputs import BATCH, Maker, fit, said
 from .listed import Architecture
 
+Depth = Literal["built", "captured", "verified"]
 STEPS = 2
 NO_SPLIT = ("fan", "whole")
 
@@ -51,6 +54,10 @@ class Row:
     inputs: str = ""
     parameters: int = 0
     dtype: str = "float64"  # of the comparison; float32 where the model itself can't run in float64
+    attention: int = 0  # attention ops
+    causal: int = 0  # those of them that run with is_causal, without a mask
+    unmasked: int = 0  # those that see everything, without a mask
+    masks: str = ""  # what the masks of the others are
 
     @property
     def seconds(self) -> float:
@@ -89,8 +96,9 @@ def labels_for(maker: Maker, inputs: dict[str, Any], outputs: Any) -> dict[str, 
     return labels
 
 
-def rows(architecture: Architecture, deep: bool = True) -> Iterator[Row]:
+def rows(architecture: Architecture, depth: Depth = "verified") -> Iterator[Row]:
     """The rows of an architecture: without labels, and with them if its model takes any."""
+    look = {"built": lambda row, *_: row, "captured": look_at_masks, "verified": measure}[depth]
     first = Row(model_type=architecture.model_type, kind=architecture.kind, model=architecture.model, labels=False)
     with _quiet():
         try:
@@ -100,13 +108,13 @@ def rows(architecture: Architecture, deep: bool = True) -> Iterator[Row]:
             return
         count = sum(parameter.numel() for parameter in model.parameters())
         first = replace(first, built=True, parameters=count, inputs=" ".join(inputs))
-        yield measure(first, model, inputs) if deep else first
+        yield look(first, model, inputs)
         if isinstance(labels, CannotBuild):
             yield replace(first, built=False, labels=True, reason=str(labels))
         elif labels is not None:
             given = _with(inputs, labels)
             second = replace(first, labels=True, inputs=" ".join(given))
-            yield measure(second, model, given) if deep else second
+            yield look(second, model, given)
 
 
 def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
@@ -131,12 +139,35 @@ def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
     if bad:
         why = f"the graph differs from the model: {bad[0].name} by {bad[0].deviation:.1e}"
         return replace(row, captured=False, reason=why)
+    row = replace(row, **attention_masks(reference.side.captured("train").graph))
     share, whole = split_share(reference.side.captured("train"))
     limit = TOLERANCE[getattr(torch, row.dtype)]
     dp, dp_seconds, dp_reason = _held(reference, "dp=2", limit)
     tp, tp_seconds, tp_reason = _held(reference, "tp=2", limit)
     return replace(row, dp=dp, tp=tp, dp_seconds=dp_seconds, tp_seconds=tp_seconds, split=share, whole=whole,
                    reason=dp_reason or reason, tp_reason=tp_reason)  # fmt: skip
+
+
+def look_at_masks(row: Row, model: Any, example: dict[str, Any]) -> Row:
+    """Capture alone, for what its attention ops read."""
+    for how in ("marked", "auto"):
+        try:
+            graph = captured_graph(model, example, opaque=cast(Literal["marked", "auto"], how)).graph
+            return replace(row, captured=True, **attention_masks(graph))
+        except Exception as error:
+            row = replace(row, reason=f"{said(error)} {_place(error)}")
+    return row
+
+
+def attention_masks(graph: Graph) -> dict[str, Any]:
+    """How many attention ops there are, how many need no mask, and what the others' masks are."""
+    ops = [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+    free = [op for op in ops if op.tensor("attn_mask") is None]
+    dense = {f"{op.mask}" if op.mask is not None else "unknown" for op in ops if op.tensor("attn_mask") is not None}
+    causal = sum(bool(op.argument("is_causal")) for op in free)
+    return {
+        "attention": len(ops), "causal": causal, "unmasked": len(free) - causal, "masks": "; ".join(sorted(dense)),
+    }  # fmt: skip
 
 
 def split_share(captured: CapturedGraph) -> tuple[float, str]:

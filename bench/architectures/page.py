@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
@@ -33,7 +34,9 @@ def page(rows: Sequence[Row]) -> str:
         "and without. A row is *captured* if its graph does what the model does: whole, or in parts, with the smallest "
         'submodules that no graph can say kept as they are (`opaque="auto"`). *dp* or *tp* is verified if two '
         "ranks with that plan give the outputs, the gradients, the buffers and the parameters after two steps that "
-        "the original gives, to 1e-10 in float64. *Split* is the share of the forward arithmetic that tp=2 splits.",
+        "the original gives, to 1e-10 in float64. *Split* is the share of the forward arithmetic that tp=2 splits. "
+        "*Attention* is how many of the fused attention ops run without a mask, since it says no more than `is_causal` "
+        "(c) or nothing at all (f, full), and what the masks of the others are (see [Attention](attention.md)).",
         "Experts run as `batched_mm`: the default knows no float64, and the eager way loops over data. The rows of "
         "audio models have a head for classes where there is one: a CTC loss picks labels by a mask "
         "(`labels.masked_select`), so that its shapes depend on data. Models whose images or sounds come as rows of "
@@ -77,15 +80,16 @@ def shares(rows: Iterable[Row]) -> dict[str, float]:
 
 def _summary(rows: Sequence[Row]) -> str:
     lines = [
-        "| kind | architectures | rows | captured whole | also in parts | dp=2 | tp=2 | tp=2, 80 % split | seconds |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| kind | architectures | rows | captured whole | also in parts | dp=2 | tp=2 | tp=2, 80 % split "
+        "| attention without masks | seconds |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for kind in KINDS:
         if held := [row for row in rows if row.kind == kind]:
             lines.append(_sums(kind, held))
     lines.append(_sums("**all**", rows))
     aims = " | ".join(f"{aim:.0%}" if aim else "" for aim in AIMS.values())
-    lines.append(f"| aim | 150 | | {aims} | |")
+    lines.append(f"| aim | 150 | | {aims} | | |")
     return "\n".join(lines)
 
 
@@ -93,24 +97,42 @@ def _sums(name: str, rows: Sequence[Row]) -> str:
     found = shares(rows)
     cells = " | ".join(f"{found[part]:.1%}" for part in AIMS)
     types = len({row.model_type for row in rows})
-    return f"| {name} | {types} | {len(rows)} | {cells} | {sum(row.seconds for row in rows):.0f} |"
+    return (
+        f"| {name} | {types} | {len(rows)} | {cells} | {without_masks(rows)} | {sum(row.seconds for row in rows):.0f} |"
+    )
 
 
 def _table(rows: Sequence[Row]) -> str:
     lines = [
         "## Every architecture",
         "",
-        "| model | labels | captured | dp=2 | tp=2 | split | seconds |",
-        "|---|---|---|---|---|--:|--:|",
+        "| model | labels | captured | dp=2 | tp=2 | split | attention | seconds |",
+        "|---|---|---|---|---|--:|---|--:|",
     ]
     kind = ""
     for row in rows:
         if row.kind != kind:
             kind = row.kind
-            lines.append(f"| **{kind}** | | | | | | |")
+            lines.append(f"| **{kind}** | | | | | | | |")
         lines.append(f"| {row.model} | {'yes' if row.labels else ''} | {_captured(row)} | {MARK[row.dp]} | "
-                     f"{MARK[row.tp]} | {row.split:.0%} | {row.seconds:.1f} |")  # fmt: skip
+                     f"{MARK[row.tp]} | {row.split:.0%} | {_attention(row)} | {row.seconds:.1f} |")  # fmt: skip
     return "\n".join(lines)
+
+
+def _attention(row: Row) -> str:
+    if not row.attention:
+        return ""
+    marks = "".join(mark for mark, count in (("c", row.causal), ("f", row.unmasked)) if count)
+    names = sorted({re.sub(r" by [^;]*", "", mask) for mask in row.masks.split("; ")} - {""})
+    free = f"{row.causal + row.unmasked}/{row.attention} {marks}".strip()
+    return f"{free}: {'; '.join(names)}" if names else free
+
+
+def without_masks(rows: Iterable[Row]) -> str:
+    """The share of rows with fused attention in which all of it runs without a dense mask."""
+    attending = [row for row in rows if row.attention]
+    free = sum(not row.masks for row in attending)
+    return f"{free}/{len(attending)}" if attending else ""
 
 
 def _reasons(rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .listed import Architecture
-from .measure import Row, rows
+from .measure import Depth, Row, rows
 
 LIMIT = 120.0  # seconds for a row
 MOST = 40  # architectures that a worker takes before a fresh one takes over: torch keeps what it has traced
@@ -39,10 +39,10 @@ class Worker:
         self.process.join()
 
 
-def measured(wanted: Sequence[Architecture], jobs: int, deep: bool = True) -> Iterator[Row]:
+def measured(wanted: Sequence[Architecture], jobs: int, depth: Depth = "verified") -> Iterator[Row]:
     """The rows of all architectures, in the order in which they come."""
     waiting = list(reversed(wanted))
-    workers = [_start(deep) for _ in range(min(jobs, len(wanted)))]
+    workers = [_start(depth) for _ in range(min(jobs, len(wanted)))]
     try:
         for worker in workers:
             worker.hand(waiting.pop())
@@ -62,7 +62,7 @@ def measured(wanted: Sequence[Architecture], jobs: int, deep: bool = True) -> It
                 if worker.at is None:
                     if lost or worker.taken >= MOST:
                         worker.end()
-                        worker = workers[number] = _start(deep)
+                        worker = workers[number] = _start(depth)
                     if waiting:
                         worker.hand(waiting.pop())
     finally:
@@ -70,10 +70,10 @@ def measured(wanted: Sequence[Architecture], jobs: int, deep: bool = True) -> It
             worker.end()
 
 
-def _start(deep: bool) -> Worker:
+def _start(depth: Depth) -> Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, deep), daemon=True)
+    process = context.Process(target=_work, args=(theirs, depth), daemon=True)
     process.start()
     theirs.close()
     return Worker(process, ours)
@@ -102,7 +102,7 @@ def _lost(worker: Worker, why: str) -> Iterator[Row]:
                   built=True, reason=why)  # fmt: skip
 
 
-def _work(pipe: Connection, deep: bool) -> None:
+def _work(pipe: Connection, depth: Depth) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -111,6 +111,6 @@ def _work(pipe: Connection, deep: bool) -> None:
             architecture = pipe.recv()
         except EOFError:
             return
-        for row in rows(architecture, deep):
+        for row in rows(architecture, depth):
             pipe.send(row)
         pipe.send(None)

@@ -3,7 +3,7 @@
     model, optimizer = sw.parallelize(model, optimizer, parts=["backbone"], plan="dp=2,tp=2")
 
 Each part is replaced by its compiled self, in its place in the module. The parameters of the rest
-are whole on every rank. With inputs="global" all ranks compute the rest alike, on the global batch,
+are replicated on every rank. With inputs="global" all ranks compute the rest alike, on the global batch,
 and nothing has to be summed. With inputs="per_replica" a data-parallel group computes the rest on its own
 rows, and gradients are averaged over the groups, as DDP does.
 """

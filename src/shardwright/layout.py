@@ -233,7 +233,7 @@ PARTIAL = Partial()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Cuts of every dim, major to minor, and the placement on every other axis (WHOLE if not listed)."""
+    """Shards of every dim, major to minor, and the placement on every other axis (INVARIANT if not listed)."""
 
     shards: tuple[tuple[Shard, ...], ...]
     rest: tuple[tuple[str, Placement], ...] = ()
@@ -246,7 +246,7 @@ class Layout:
         if len(names) > 1 and len(set(names)) != len(names):
             raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
         if rest and (rest != sorted(rest) or any(placement == INVARIANT for _, placement in self.rest)):
-            raise LayoutError("the rest of a layout is sorted and lists no WHOLE axis; build it with make_layout")
+            raise LayoutError("the rest of a layout is sorted and lists no INVARIANT axis; build it with make_layout")
 
     def __hash__(self) -> int:
         return self._hash
@@ -270,7 +270,7 @@ class Layout:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes on which this layout is not simply WHOLE."""
+        """The axes on which this layout is not simply INVARIANT."""
         return frozenset(shard.axis for dim in self.shards for shard in dim) | {name for name, _ in self.rest}
 
     def gradient(self) -> Layout:
@@ -309,10 +309,10 @@ class Layout:
 
 
 def join_shards(shards: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | None:
-    """Cuts of a dim, one after the other, as one over the product of their axes; None where no single cut does that.
+    """Shards of a dim, one after the other, as one over the product of their axes; None where none does that.
 
-    One does where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by
-    2 is h cut by 4, but h by 2 and then e by 2 leaves every head in pieces.
+    One does where each splits the runs that those before it leave, evenly: `(h e)` split on h by 2 and again by 2 is h
+    split by 4, but h by 2 and then e by 2 leaves no head in one part.
     """
     first, *others = shards
     parts = sizes[first.axis]

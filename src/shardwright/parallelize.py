@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from .capture import CapturedGraph, capture, cast, casting, find_opaque
+from .capture import CapturedGraph, MaskFacts, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
 from .compile import Compiler, Outputs, copy_to_meta, with_unbatched
@@ -271,7 +271,8 @@ def captured_graph(
     skeleton = find_opaque(cast(copy_to_meta(model), exact), opaque)
     entry_name = entry or ("train" if model.training else "eval")
     with casting(skeleton, exact):
-        return capture(skeleton, args, kwargs, entry=entry_name, real=lambda: (model, args, kwargs))
+        return capture(skeleton, args, kwargs, entry=entry_name, real=lambda: (model, args, kwargs),
+                       masks=MaskFacts(buffers=dict(model.named_buffers(remove_duplicate=False))))  # fmt: skip
 
 
 def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:

@@ -83,10 +83,6 @@ class Reshard:
     reduction: str = "sum"
 
     @property
-    def communicates(self) -> bool:
-        return any(COLLECTIVES[self.kind])
-
-    @property
     def sends(self) -> bool:
         """Whether it talks in forward, and not in backward only."""
         return COLLECTIVES[self.kind][0] is not None

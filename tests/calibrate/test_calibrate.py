@@ -32,7 +32,7 @@ def test_groups_in_a_node_and_across_nodes_are_measured():
     assert list(meshes(1, 1)) == []
 
 
-def test_nodes_are_told_apart_by_their_hosts():
+def test_nodes_are_distinguished_by_their_hosts():
     assert count_per_node(["a", "a", "b", "b"]) == 2
     assert count_per_node(["a"]) == 1
     for hosts in (["a", "b", "a", "b"], ["a", "a", "b"]):

@@ -68,11 +68,11 @@ def x() -> Tensor:
 )
 def test_the_smallest_submodule_that_fails_is_kept(block, kept):
     net = find_opaque(Net(nn.Linear(4, 4), block()).double(), "auto")
-    with pytest.warns(UserWarning, match="stays as it is, whole on every device"):
+    with pytest.warns(UserWarning, match="runs uncompiled, replicated on every device"):
         captured = agree(net, x())
     assert [op.argument("op_key") for op in captured.graph.ops if op.target == "call.opaque"] == [kept]
     [note] = captured.graph.notes
-    assert note.startswith(f"{kept} stays as it is")
+    assert note.startswith(f"{kept} runs uncompiled")
 
 
 def test_the_warning_names_submodule_line_and_reason():
@@ -105,7 +105,7 @@ def test_the_user_s_model_is_not_marked():
     before = copy.deepcopy(vars(net.blocks[0])).keys()
     with pytest.warns(UserWarning, match=r"model.blocks\[0\]"):
         plan = sw.plan(net, example=torch.randn(6, 4), plan="dp=2", opaque="auto")
-    assert any(note.startswith("blocks.0 stays as it is") for note in plan.notes)
+    assert any(note.startswith("blocks.0 runs uncompiled") for note in plan.notes)
     assert vars(net.blocks[0]).keys() == before
 
 

@@ -42,7 +42,7 @@ def test_a_weight_is_cast_once_in_a_region():
     assert len([op for op in ops(captured, "_to_copy") if op.inputs == ("up_weight",)]) == 1
 
 
-def test_an_op_that_casts_inside_keeps_its_region():
+def test_an_op_that_casts_inside_stays_in_its_region():
     class Einsum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -57,7 +57,7 @@ def test_an_op_that_casts_inside_keeps_its_region():
     assert op.autocast == "cpu:bfloat16"
 
 
-def test_no_grad_cuts_the_gradient_and_keeps_module_and_line():
+def test_no_grad_stops_the_gradient_and_preserves_module_and_line():
     class Target(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.capture import capture, capture_pair
-from shardwright.capture.building.finish import assignment
+from shardwright.capture.building.value_names import assignment
 
 from ..models.zoo import ZOO
 from .agreement import agree, ops

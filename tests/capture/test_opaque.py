@@ -176,9 +176,9 @@ def sums(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (centres, r"what it returns differs by .* when its 6 rows are computed as 2 and 4"),
+        (centres, r"what it returns differs by .* when its 6 samples are computed as 2 and 4"),
         (counts, "writes to its buffer count"),
-        (sums, "the same rows, but the shapes are"),
+        (sums, "the same batch dim, but the shapes are"),
     ],
 )
 def test_rows_that_are_not_independent_are_refused(function, words):
@@ -207,7 +207,7 @@ def test_rows_are_checked_backward_too():
 
 def test_what_could_not_be_checked_is_noted():
     assert any("was not checked" in n for n in capture(copy_to_meta(Around(nn.Linear(4, 4), True)), (x(),)).graph.notes)
-    assert any("one row" in note for note in capture(Around(Rows(), batch=True), (x(1),)).graph.notes)
+    assert any("one sample" in note for note in capture(Around(Rows(), batch=True), (x(1),)).graph.notes)
     assert any("random" in note for note in capture(Around(Rows(drop=0.5), batch=True), (x(),)).graph.notes)
     assert capture(Around(Rows(), batch=True), (x(),)).graph.notes == ()
 

@@ -36,7 +36,7 @@ def drawing(call, x):
         lambda x: x.clone().exponential_(),
     ],
 )
-def test_an_op_that_torch_tags_is_drawn_whole_by_its_key(call):
+def test_an_op_that_torch_tags_is_drawn_replicated_by_its_key(call):
     (op,) = drawing(call, torch.randn(2, 3, 4, 4))
     assert is_random(op)
 

@@ -68,13 +68,13 @@ def test_missing_and_short_files_are_named(saved, name):
         sw.load(saved, *little())
 
 
-def test_without_a_manifest_it_is_not_whole(saved):
+def test_without_a_manifest_it_is_not_complete(saved):
     (saved / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="not a complete checkpoint: it has no manifest"):
         sw.load(saved, *little())
 
 
-def test_if_nothing_else_is_whole_that_is_said(saved):
+def test_if_nothing_else_is_intact_the_error_says_so(saved):
     for path in (saved, saved.with_name("step-000001")):
         (path / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no other checkpoint next to it is complete"):

@@ -43,7 +43,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert most.best().name == "step-000004"
 
 
-def test_all_are_kept_if_nothing_is_said(tmp_path):
+def test_all_are_kept_by_default(tmp_path):
     folder = CheckpointFolder(tmp_path)
     fill(folder, [None] * 4)
     assert len(names(folder)) == 5

@@ -47,7 +47,7 @@ def test_a_small_file_is_read_by_all(tmp_path):
     assert all(refused(tmp_path / "x", rank) for rank in (None, 0, 1))
 
 
-def test_what_fails_on_one_rank_is_told_as_it_is_where_there_is_one(tmp_path):
+def test_what_fails_on_one_rank_is_raised_as_it_is_where_there_is_one(tmp_path):
     def fails():
         raise ZeroDivisionError("in here")
 

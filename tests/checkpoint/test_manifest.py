@@ -10,7 +10,7 @@ from shardwright.checkpoint.manifest import MANIFEST, damage, unlisted_files
 from .little import little
 
 
-def test_the_newest_one_beside_it_comes_first_and_the_newest_whole_one_is_named(tmp_path):
+def test_the_newest_one_comes_first_and_the_newest_intact_one_is_named(tmp_path):
     net, optimizer = little()
     for age, name in enumerate(("c", "a", "d", "b")):
         sw.save(tmp_path / name, net, optimizer)
@@ -25,6 +25,6 @@ def test_the_newest_one_beside_it_comes_first_and_the_newest_whole_one_is_named(
     )
 
 
-def test_where_none_is_whole_that_is_said(tmp_path):
+def test_where_none_is_intact_the_error_says_so(tmp_path):
     sw.save(tmp_path / "a", *little())
     assert damage(tmp_path / "a", ["x"]).endswith("no other checkpoint next to it is complete")

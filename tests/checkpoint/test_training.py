@@ -202,7 +202,7 @@ def averages(rank, plan, saved, folder):
 
 
 @pytest.mark.parametrize("before", ["tp=2", "pp=2"])
-def test_pieces_in_extra_objects_go_from_plan_to_plan(pools, tmp_path, before):
+def test_shards_in_extra_objects_go_from_plan_to_plan(pools, tmp_path, before):
     pools[2].run(averages, before, True, str(tmp_path), timeout=120)
     for whole, wanted, cut in pools[2].run(averages, "tp=2", False, str(tmp_path), timeout=120):
         assert cut

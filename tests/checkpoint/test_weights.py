@@ -134,7 +134,7 @@ def start_empty(rank, name, plan, folder):
 
 
 @pytest.mark.parametrize("plan", ["zero3=2", "pp=2"])
-def test_a_model_on_meta_is_filled_piece_by_piece(pools, original, plan):
+def test_a_model_on_meta_is_filled_shard_by_shard(pools, original, plan):
     name, folder, loss, _ = original
     for losses in pools[2].run(start_empty, name, plan, str(folder), timeout=240):
         assert losses[0] == pytest.approx(loss, rel=1e-5)

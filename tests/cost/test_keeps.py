@@ -61,12 +61,24 @@ OPS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "dropout": (lambda x: F.dropout(x, 0.5), ((64, 32),)),
     "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), ((2, 4, 64, 16),) * 3),
     "attention, masked": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(64, 64, dtype=torch.bool).tril()),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(64, 64, dtype=torch.bool).tril().triu(-8)),
         ((2, 4, 64, 16),) * 3,
     ),
     "attention, biased": (
         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
         (*((2, 4, 64, 16),) * 3, (2, 4, 64, 64)),
+    ),
+    "attention, causal mask": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(64, 64, dtype=torch.bool).tril()),
+        ((2, 4, 64, 16),) * 3,
+    ),
+    "attention, grouped": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        ((2, 4, 64, 16), (2, 2, 64, 16), (2, 2, 64, 16)),
+    ),
+    "attention, grouped and dropped": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.1, enable_gqa=True),
+        ((2, 4, 64, 16), (2, 2, 64, 16), (2, 2, 64, 16)),
     ),
     "attention, dropped": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.1), ((2, 4, 64, 16),) * 3),
     "reshape that views": (lambda x: x.view(4, 16, 32).reshape(64, 32).exp(), ((64, 32),)),

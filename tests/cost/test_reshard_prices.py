@@ -131,7 +131,7 @@ def test_what_is_counted_is_rarely_more_than_what_is_lowered(value):
 X, Y = (contiguous_shard(axis, 16) for axis in MESH.axes)
 
 
-def test_two_axes_that_change_places_on_a_dim_are_priced_by_the_search():
+def test_of_two_axes_that_change_places_on_a_dim_one_is_lifted():
     """Each takes the factor that the other has, so neither can come first: an order of axes does not do it."""
     prices = ReshardTables(MESH, find("8xA100-80GB"))
     start = make_layout([[X, contiguous_shard(MESH.axes[1], 8)]])
@@ -140,7 +140,7 @@ def test_two_axes_that_change_places_on_a_dim_are_priced_by_the_search():
     path = cheapest_path(start, goal, BYTES, prices, True)
 
     assert [(step.kind, step.axes) for step in path.steps] == [("all_gather", ("x", "y")), ("shard", ("y", "x"))]
-    assert planned(prices, start, goal, BYTES, True) == pytest.approx(path.cost)
+    assert path.cost <= planned(prices, start, goal, BYTES, True) < 1.2 * path.cost
 
 
 def test_a_shard_waits_until_another_axis_has_left_its_factor():

@@ -37,9 +37,10 @@ def test_a_small_config_is_small_and_its_parts_are_too(known):
 
 
 ROW = Row(model_type="bert", kind="masked", model="BertForMaskedLM", labels=False, built=True, captured=True, dp=True,
-          tp=True, split=0.95, capture_seconds=1.5, parameters=10)  # fmt: skip
+          tp=True, split=0.95, capture_seconds=1.5, parameters=10, attention=2, unmasked=2)  # fmt: skip
 BAD = Row(model_type="gpt2", kind="causal", model="GPT2LMHeadModel", labels=True, built=True, captured=True, dp=True,
-          split=0.5, tp_reason="tp=2: it differs")  # fmt: skip
+          split=0.5, tp_reason="tp=2: it differs", attention=3, causal=1,
+          masks="causal, documents by ids; unknown")  # fmt: skip
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):
@@ -51,7 +52,8 @@ def test_the_page_gives_shares_and_reasons():
     parts = replace(ROW, model="OddModel", parts="encoder.gate", reason="it branches")
     assert shares([ROW, parts, BAD, BAD]) == {"whole": 0.75, "captured": 1.0, "dp": 1.0, "tp": 0.5, "split": 0.5}
     text = page([ROW, parts, BAD])
-    assert "| OddModel |  | in parts | yes | yes | 95% | 1.5 |" in text
+    assert "| OddModel |  | in parts | yes | yes | 95% | 2/2 f | 1.5 |" in text
     assert "- OddModel (`encoder.gate`): it branches" in text
-    assert "| BertForMaskedLM |  | yes | yes | yes | 95% | 1.5 |" in text
+    assert "| BertForMaskedLM |  | yes | yes | yes | 95% | 2/2 f | 1.5 |" in text
+    assert "| GPT2LMHeadModel | yes | yes | yes | **no** | 50% | 1/3 c: causal, documents; unknown | 0.0 |" in text
     assert "- GPT2LMHeadModel with labels: tp=2: it differs" in text

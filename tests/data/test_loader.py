@@ -172,7 +172,7 @@ def test_rows_that_fill_up_must_be_marked():
             list(held)
 
 
-def test_batches_of_no_rows_have_the_form_of_others():
+def test_batches_of_no_samples_have_the_form_of_others():
     def collate(rows):
         return {"x": torch.stack([row["x"] for row in rows]), "names": [row["name"] for row in rows], "scale": 2.0}
 
@@ -212,7 +212,7 @@ def test_what_is_drawn_by_row_is_the_same_after_a_stop_and_with_any_workers():
         loader(Numbers(4), 2, draw_by_row=True)
 
 
-def test_a_sampler_gives_the_order_and_rows_are_drawn_by_row_all_the_same():
+def test_a_sampler_gives_the_order_and_samples_draw_by_index_all_the_same():
     backwards = range(9, -1, -1)
     plain, turned = (loader(Noisy(), 5, seed=3, draw_by_row=True, sampler=order) for order in (None, backwards))
     assert torch.equal(torch.cat(list(turned)), torch.cat(list(plain)).flip(0))

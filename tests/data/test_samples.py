@@ -83,7 +83,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 @given(st.integers(0, 40), numbers)
 @settings(max_examples=50)
-def test_shares_are_cut_as_torch_chunks(total, ranks):
+def test_shares_are_those_of_torch_chunk(total, ranks):
     torch = pytest.importorskip("torch")
     chunks = [held.tolist() for held in torch.arange(total).chunk(ranks)] if total else []
     assert [list(share_of_samples(total, rank, ranks)) for rank in range(ranks)] == chunks + [[]] * (
@@ -117,7 +117,7 @@ def test_a_place_in_another_order_is_refused():
 
 
 @given(shared())
-def test_what_can_not_be_shared_evenly_is_given_whole(held):
+def test_what_can_not_be_shared_evenly_goes_to_every_replica(held):
     kept = batches(**held)
     for rank in range(held["ranks"]):
         for whole, mine in zip(kept, ReplicaBatchSampler(**held, rank=rank, last="whole"), strict=True):

@@ -112,7 +112,7 @@ def test_rows_that_fill_up_are_exact_where_labels_can_be_ignored(tmp_path, given
         assert_same(found, single(given, 8, inside))
 
 
-def test_a_model_that_is_told_wrong_says_so(tmp_path, given):
+def test_a_model_with_wrong_replicas_raises(tmp_path, given):
     def run(rank):
         x, y = given[1].tensors
         model = sw.parallelize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwright.emit import emit
+from shardwright.lower import LoweredProgram
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.lowering import lower, lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
@@ -14,8 +15,12 @@ from tests.plan.graphs import deep_gpt, facts_of, graph_of
 
 @lru_cache
 def text_of(plan: str, name: str = "gpt", batch: int = 4) -> str:
+    return emit(lowered(plan, name, batch)).text
+
+
+def lowered(plan: str, name: str = "gpt", batch: int = 4) -> LoweredProgram:
     graph, analysis = graph_of(name, batch), facts_of(name, batch)
-    return emit(lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)).text
+    return lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)
 
 
 @lru_cache

@@ -119,7 +119,62 @@ def swap_targets(node: ast.AST) -> bool:
     return True
 
 
+def swap_calls(node: ast.AST) -> bool:
+    """x.view(2, 3).transpose(0, 1) becomes x.transpose(0, 1).view(2, 3)."""
+    inner = _receiver(node)
+    if not isinstance(node, ast.Call) or not isinstance(inner, ast.Call):
+        return False
+    func, before = node.func, inner.func
+    assert isinstance(func, ast.Attribute) and isinstance(before, ast.Attribute)
+    swapped = ast.Call(func=ast.Attribute(before.value, func.attr), args=node.args, keywords=node.keywords)
+    node.func, node.args, node.keywords = ast.Attribute(swapped, before.attr), inner.args, inner.keywords
+    return True
+
+
+def drop_call(node: ast.AST) -> bool:
+    """x.view(2, 3).transpose(0, 1) becomes x.transpose(0, 1)."""
+    inner = _receiver(node)
+    if not isinstance(node, ast.Call) or not isinstance(inner, ast.Call):
+        return False
+    node.func = ast.Attribute(inner.func.value, node.func.attr)  # type: ignore[attr-defined]
+    return True
+
+
+def _receiver(node: ast.AST) -> ast.expr | None:
+    """What the call before the last of a chain is a method of."""
+    inner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+    return inner if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) else None
+
+
+def leave_block(node: ast.AST) -> bool:
+    """The last line of a `with` stands behind it."""
+    for name in ("body", "orelse"):
+        lines = getattr(node, name, None)
+        if not isinstance(lines, list):
+            continue
+        for at, line in enumerate(lines):
+            if isinstance(line, ast.With) and len(line.body) > 1:
+                shorter = ast.copy_location(ast.With(items=line.items, body=line.body[:-1]), line)
+                setattr(node, name, [*lines[:at], shorter, line.body[-1], *lines[at + 1 :]])
+                return True
+    return False
+
+
+def no_block(node: ast.AST) -> bool:
+    """The lines of a `with` stand without it."""
+    lines = getattr(node, "body", None)
+    at = (
+        next((at for at, line in enumerate(lines) if isinstance(line, ast.With)), None)
+        if isinstance(lines, list)
+        else None
+    )
+    if at is None or not isinstance(lines, list):
+        return False
+    node.body = [*lines[:at], *lines[at].body, *lines[at + 1 :]]  # type: ignore[attr-defined]
+    return True
+
+
 CHANGES: tuple[Callable[[ast.AST], bool], ...] = (
     drop_statement, drop_keyword, drop_argument, swap_arguments, change_number, change_flag, change_string, change_name,
-    change_attribute, change_sign, swap_targets,
+    change_attribute, change_sign, swap_targets, swap_calls, drop_call, leave_block, no_block,
 )  # fmt: skip

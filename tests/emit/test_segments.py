@@ -18,12 +18,12 @@ from tests.emit.emitted import pipeline_texts
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 
 
-def test_the_head_says_what_a_segment_takes_and_gives():
+def test_the_head_says_what_a_stage_receives_and_sends():
     first, second = (text.split('"""')[1] for text in pipeline_texts("pp=2", 2))
 
-    assert "segment 0 of 2" in first and "segment 1 of 2" in second
-    assert "gives      add to segment 1" in first and "takes " not in first
-    assert "takes      add from segment 0" in second and "gives " not in second
+    assert "stage 0 of 2" in first and "stage 1 of 2" in second
+    assert "sends      x to stage 1" in first and "receives " not in first
+    assert "receives   x from stage 0" in second and "sends " not in second
     for head in (first, second):
         assert "schedule   1f1b" in head
         assert "time       2 microbatches; mb is the one that runs" in head

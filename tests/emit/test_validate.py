@@ -69,6 +69,28 @@ def test_a_changed_size_is_noticed() -> None:
         validate(program, emit(program).text.replace("\nh = 2 ", "\nh = 3 "))
 
 
+@pytest.mark.parametrize("name", ["torch", "torch.nn.functional as F", "ParameterEntry, ", "comm, ", "Program, "])
+def test_a_file_that_does_not_import_what_it_reads_is_refused(name: str) -> None:
+    (program,) = programs_of("gpt", "tp=2")
+    text = emit(program).text
+    line = f"import {name}\n" if not name.endswith(", ") else name
+    assert line in text
+    with pytest.raises(LoweringError, match="does not import"):
+        validate(program, text.replace(line, "", 1))
+
+
+@pytest.mark.parametrize("name", ["F", "comm", "D", "Transformer"])
+def test_no_method_may_bind_a_name_of_the_file(name: str) -> None:
+    (program,) = programs_of("gpt", "tp=2")
+    with pytest.raises(LoweringError, match="binds no name of its own"):
+        validate(
+            program,
+            re.sub(r"\bgelu\b(?! *\()", name, emit(program).text.replace("F.gelu", "F.GELU")).replace(
+                "F.GELU", "F.gelu"
+            ),
+        )
+
+
 def test_text_that_is_no_code_is_refused() -> None:
     (program,) = programs_of("gpt", "tp=2")
     with pytest.raises(LoweringError, match="can't be read back"):
@@ -121,10 +143,12 @@ def test_a_method_that_is_missing_is_called_otherwise_or_does_more_is_noticed() 
     with pytest.raises(LoweringError):
         validate(program, text.replace("def constants(self)", "def constants_of(self)"))
     with pytest.raises(LoweringError, match="it is called with"):
-        validate(program, text.replace("(self.layer_2, at, mul)", "(self.layer_2, at, mul, mul)"))
+        validate(program, text.replace("(self.layer_2, at, x)", "(self.layer_2, at, x, x)"))
     plain = program_of(Row(), (torch.randn(4, 6),), "dp=2")
     with pytest.raises(LoweringError, match="the program ends before it"):
-        validate(plain, emit(plain).text + "\n    def constants(self):\n        x = torch.arange(3)\n")
+        validate(
+            plain, "import torch\n" + emit(plain).text + "\n    def constants(self):\n        x = torch.arange(3)\n"
+        )
 
 
 def test_an_opaque_part_is_called_as_one() -> None:
@@ -146,8 +170,8 @@ class Keeping(Waves):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(".append(mul_1)", ".extend(mul_1)"), (".append(mul_1)", ".append(other)"),
-                          ("every_mul.append", "mul.append"), ("every_mul[0]", "every_mul[1]")]
+    ("before", "after"), [(".append(layer_1)", ".extend(layer_1)"), (".append(layer_1)", ".append(other)"),
+                          ("every_layer.append", "layer.append"), ("every_layer[0]", "every_layer[1]")]
 )  # fmt: skip
 def test_a_list_of_what_layers_make_is_filled_and_read_in_order(before: str, after: str) -> None:
     program = program_of(Keeping(), (torch.randn(4, 6),), "dp=2")

@@ -2,7 +2,7 @@
 
 from .fault import Fault
 
-FILE, LAYERS = "emit/file.py", "emit/layers.py"
+BODY, LAYERS = "emit/body.py", "emit/layers.py"
 
 EMITTER = (
     Fault(
@@ -82,8 +82,8 @@ EMITTER = (
     Fault(
         "a cut has its blocks inside out",
         "ops/printing.py",
-        "str(block.outer), str(block.size), str(block.inner)",
-        "str(block.inner), str(block.size), str(block.outer)",
+        'f"({block.outer}, {block.size}, {text})"',
+        'f"({text}, {block.size}, {block.outer})"',
     ),
     Fault(
         "a loss does not know that its rows are split",
@@ -115,8 +115,8 @@ EMITTER = (
     Fault(
         "classes have no cut",
         "ops/losses.py",
-        """f"sharding={p['sharding']}", f"size={p['size']}"]""",
-        """f"size={p['size']}"]""",
+        """*([] if even else [f"sharding={p['sharding']}"])""",
+        """*([] if even or p["sharding"] else [])""",
     ),
     Fault("all ranks draw the mask of one", "ops/random.py", 'f", splits=[{shown}]" if where', '"" if where'),
     Fault(
@@ -126,16 +126,29 @@ EMITTER = (
         "{p['running_var']}, {p['running_mean']}",
     ),
     Fault(
-        "statistics are those of a rank's rows",
-        "ops/norms.py",
-        'group = axes_text(axes) if axes else "None"',
-        'group = "None"',
+        "statistics are those of a rank's samples",
+        BODY,
+        'options += [f"over={axes_text(axes)}"] if axes else []',
+        "pass",
     ),
+    Fault(
+        "a batch norm has another momentum",
+        BODY,
+        '{name}={norm.argument(name)!r}" for',
+        '{name}={2 * norm.argument(name)!r}" for',
+    ),
+    Fault(
+        "a batch norm is that of another module",
+        BODY,
+        'module = "at" if line.module == lead else self.path(str(line.module), lead)',
+        "module = self.path('layer1.bn1', lead)",
+    ),
+    Fault("a chain ends before its last view", BODY, "enumerate(line.ops):", "enumerate(line.ops[:1]):"),
     Fault(
         "a table is looked up by its rows",
         "ops/lookups.py",
-        "embedding_rows({p['indices']}, {p['weight']}",
-        "embedding_rows({p['weight']}, {p['indices']}",
+        """shown = f"{p['indices']}, {p['weight']}, {axes""",
+        """shown = f"{p['weight']}, {p['indices']}, {axes""",
     ),
     Fault(
         "a share has the size of the whole", "emit/sizes.py", "rest //= self.program.mesh.axis(axis).size", "rest //= 1"
@@ -143,36 +156,36 @@ EMITTER = (
     Fault("a loop carries nothing on", LAYERS, "carried.append((at, place))", "pass"),
     Fault(
         "a loop leaves the last layer out",
-        FILE,
+        BODY,
         'span = "" if (loop.first,',
         'span = f"[:{loop.last}]" if (loop.first,',
     ),
     Fault(
         "every layer has the weights of one",
-        FILE,
-        """return "at" + _path(key[len(lead) + 1 :])""",
-        "return self.root + _path(key)",
+        BODY,
+        """return "at" + attributes(key[len(lead) + 1 :])""",
+        "return self.root + attributes(key)",
     ),
     Fault(
         "buffers are not updated",
-        FILE,
-        "for key, name in program.updates:\n",
-        "for key, name in program.updates[:-1]:\n",
+        BODY,
+        "for key in self.updates.get(name, ()):",
+        "for key in self.updates.get(name, ())[1:]:",
     ),
-    Fault("what needs no gradient gets one", FILE, "if op.no_grad:", "if op.no_grad and op.autocast:"),
+    Fault("what needs no gradient gets one", BODY, "if op.no_grad:", "if op.no_grad and op.autocast:"),
     Fault(
         "ranks draw random numbers of their own",
-        FILE,
+        BODY,
         "if is_random(op):",
         "if is_random(op) and op.no_grad:",
     ),
     Fault(
         "a unit is not gathered",
-        FILE,
-        'self.open({self.unit_text(unit, lead)})"',
-        'self.close({self.unit_text(unit, lead)})"',
+        BODY,
+        'f"with self.gathered({unit_text(unit, lead)}):"',
+        'f"with self.gathered({unit_text(unit + lead, lead)}):"',
     ),
-    Fault("a region is not recomputed", FILE, "    if recompute:\n", "    if not recompute:\n"),
+    Fault("a region is not recomputed", BODY, "    if recompute:\n", "    if not recompute:\n"),
     Fault(
         "a word is bound again while its value is read",
         "emit/names.py",

@@ -6,7 +6,7 @@ from .fault import Fault
 def drawn(target: str) -> str:
     """The test that draws arguments of an op, splits it in every way that its rule allows, and recombines."""
     name = target if target.count(".") > 1 else f"aten.{target}.default"
-    return f"rules/test_properties.py::test_every_split_that_the_rule_allows_gives_the_whole[{name}]"
+    return f"rules/test_properties.py::test_every_split_that_the_rule_allows_recombines_to_the_unsplit_result[{name}]"
 
 
 WRITTEN = "rules/test_written.py"
@@ -59,7 +59,7 @@ RULES = (
         "ops/attention.py",
         's = "s^" if causal else "s"',
         's = "s"',
-        "rules/test_families.py::test_every_split_of_the_family_recombines_to_the_whole[attention]",
+        "rules/test_families.py::test_every_split_of_the_family_recombines_to_the_unsplit_result[attention]",
     ),
     Fault(
         "attention may split its keys",

@@ -36,6 +36,8 @@ class Many(nn.Module):
         self.norm = nn.LayerNorm(8, eps=1e-3, bias=False)
         self.mix = nn.Linear(8, 8)
         self.drop = nn.Dropout(0.25)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
 
     def forward(self, ids: Tensor, x: Tensor, y: Tensor) -> Tensor:
         rows = self.norm(self.table(ids))
@@ -50,7 +52,8 @@ class Many(nn.Module):
         heads = rows.unsqueeze(1).expand(-1, 2, -1, -1)
         heads = F.scaled_dot_product_attention(heads, heads, heads.roll(1, 2), is_causal=True, scale=0.3)
         picture = F.pad(self.drop(heads).reshape(-1, 1, 4, 4).expand(-1, 4, -1, -1), (1, 0, 0, 1), value=0.5)
-        picture = F.gelu(self.conv(picture), approximate="tanh").clamp(min=-1.0, max=2.0)
+        picture = F.batch_norm(self.conv(picture), self.mean, self.variance, training=True, momentum=0.2)
+        picture = F.gelu(picture, approximate="tanh").clamp(min=-1.0, max=2.0)
         picture = torch.where(picture > 0.1, picture, -(picture**2))
         picture = self.up(picture[..., 1:, :]).softmax(2)
         scores = torch.einsum("bchw,bkhw->bck", picture, picture).flatten(1)[:, :6]

@@ -16,13 +16,13 @@ class Import:
     target: str  # absolute and dotted: "torch.nn", "shardwright.ir.graph"
 
     @property
-    def room(self) -> str:
-        """The room that imports: the first part of the path, without .py."""
+    def package(self) -> str:
+        """The package that imports: the first part of the path, without .py."""
         return self.file.parts[0].removesuffix(".py")
 
     @property
     def of(self) -> str | None:
-        """The room of ours that is imported, or None."""
+        """The package of ours that is imported, or None."""
         parts = self.target.split(".")
         return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else None
 
@@ -51,6 +51,6 @@ def targets(node: ast.AST, file: Path) -> list[str]:
     package = (PACKAGE, *file.parent.parts)
     start = package[: len(package) - node.level + 1] if node.level else ()
     module = ".".join([*start, *([node.module] if node.module else [])])
-    if module == PACKAGE:  # "from . import layout", "from shardwright import layout": the names are the rooms
+    if module == PACKAGE:  # "from . import layout", "from shardwright import layout": the names are packages
         return [f"{PACKAGE}.{alias.name}" for alias in node.names]
     return [module]

@@ -1,4 +1,4 @@
-"""Each room imports only the rooms that the design allows, and torch only where it is needed."""
+"""Each package imports only the packages that the design allows, and torch only where it is needed."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from .source import SRC, Import, imports
 
-# Section 2 of the design, every room with all it may import of ours, in the order data goes through them.
+# The order of docs/design.md: every package with all it may import of ours, in the order data goes through them.
 MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
@@ -72,29 +72,29 @@ def is_torch(target: str) -> bool:
 
 
 def may_use_torch(found: Import) -> bool:
-    return found.room not in NO_TORCH
+    return found.package not in NO_TORCH
 
 
 def wrong(root: Path) -> list[str]:
     faults = []
     for found in imports(root):
-        if found.room in ("__init__", "__main__"):  # the facade names what the rooms hold
+        if found.package in ("__init__", "__main__"):  # the facade names what the packages have
             continue
-        inside = found.of in (None, found.room)
-        if not inside and found.of not in MAY_IMPORT.get(found.room, "").split():
+        inside = found.of in (None, found.package)
+        if not inside and found.of not in MAY_IMPORT.get(found.package, "").split():
             faults.append(str(found))
         if is_torch(found.target) and not may_use_torch(found):
             faults.append(str(found))
     return faults
 
 
-def test_the_rooms_keep_their_order():
+def test_the_packages_keep_their_order():
     assert wrong(SRC) == []
 
 
-def test_every_room_is_in_the_table():
-    rooms = {path.name.removesuffix(".py") for path in SRC.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
+def test_every_package_is_in_the_table():
+    packages = {path.name.removesuffix(".py") for path in SRC.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert packages - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
 
 GUESTS = {
@@ -105,18 +105,18 @@ GUESTS = {
 }
 
 
-def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():
-    """And no room may import those rooms, so that import shardwright needs none of them."""
+def test_optional_dependencies_are_imported_by_their_packages_alone():
+    """And no package may import those, so that import shardwright needs none of them."""
     for found in imports(SRC):
-        rooms = GUESTS.get(found.target.split(".")[0])
-        assert rooms is None or found.room in rooms, str(found)
+        packages = GUESTS.get(found.target.split(".")[0])
+        assert packages is None or found.package in packages, str(found)
     assert not any({"lightning", "huggingface"} & set(allowed.split()) for allowed in MAY_IMPORT.values())
 
 
-def test_no_two_rooms_import_each_other():
-    for room, allowed in MAY_IMPORT.items():
+def test_no_two_packages_import_each_other():
+    for package, allowed in MAY_IMPORT.items():
         for other in allowed.split():
-            assert room not in MAY_IMPORT[other].split(), f"{room} and {other}"
+            assert package not in MAY_IMPORT[other].split(), f"{package} and {other}"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_spans_and_local_size_are_those_of_the_index_array(row, repeat, parts, d
 
 @few
 @given(st.lists(blocks, min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 5))
-def test_a_cut_gives_every_element_to_exactly_one_device(row, repeat, parts):
+def test_a_shard_gives_every_element_to_exactly_one_device(row, repeat, parts):
     cut = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
     everything = [at for index in range(parts) for at in taken(cut, parts, index)]
@@ -87,7 +87,7 @@ def test_a_cut_gives_every_element_to_exactly_one_device(row, repeat, parts):
 
 @few
 @given(st.lists(blocks, min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 5))
-def test_the_canonical_form_cuts_the_same_and_is_its_own_canonical_form(row, repeat, parts):
+def test_the_canonical_form_shards_the_same_and_is_its_own_canonical_form(row, repeat, parts):
     made = make_shard(axis(parts), row, repeat)
     loose = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
@@ -97,7 +97,7 @@ def test_the_canonical_form_cuts_the_same_and_is_its_own_canonical_form(row, rep
 
 @few
 @given(small, st.integers(1, 6), small, st.integers(1, 4))
-def test_even_cuts_that_take_the_same_elements_are_equal(outer, size, inner, parts):
+def test_even_shards_that_take_the_same_elements_are_equal(outer, size, inner, parts):
     """8 units of 3, or 2 units of 12: cut in two they are one thing and compare equal."""
     size *= parts
     by_elements = make_shard(axis(parts), [Block(outer, parts, size // parts * inner)])
@@ -106,7 +106,7 @@ def test_even_cuts_that_take_the_same_elements_are_equal(outer, size, inner, par
     assert make_shard(axis(parts), [Block(1, size, inner)], repeat=outer) == by_elements
 
 
-def test_heads_of_a_fused_weight_are_three_runs_of_rows():
+def test_heads_of_a_fused_weight_are_three_runs():
     """(3 h e) with h=4, e=2: rank 1 has the last two heads of each section."""
     cut = make_shard(axis(2), [Block(3, 4, 2)])
 
@@ -115,7 +115,7 @@ def test_heads_of_a_fused_weight_are_three_runs_of_rows():
     assert contiguous_shard(axis(2), 24).simple(2)
 
 
-def test_sections_of_different_width_are_each_cut():
+def test_sections_of_different_width_are_each_sharded():
     """4 heads of queries, 2 of keys, 2 of values: every device gets its share of each."""
     cut = make_shard(axis(2), [Block(1, 4, 1), Block(1, 2, 1), Block(1, 2, 1)])
 
@@ -129,7 +129,7 @@ def test_sections_of_different_width_are_each_cut():
 
 @few
 @given(st.lists(st.integers(2, 3), min_size=2, max_size=3), st.lists(st.integers(1, 3), min_size=2, max_size=2), small)
-def test_cuts_that_go_on_where_others_stop_are_one_cut_over_all_their_axes(sizes, sides, unit):
+def test_shards_that_continue_where_others_stop_are_one_shard_over_all_their_axes(sizes, sides, unit):
     axes = [Axis(name=f"a{at}", size=size) for at, size in enumerate(sizes)]
     mesh, (outer, inner) = Mesh(axes=tuple(axes)), sides
     left = math.prod(sizes) * unit
@@ -149,7 +149,7 @@ def test_cuts_that_go_on_where_others_stop_are_one_cut_over_all_their_axes(sizes
         )
 
 
-def test_cuts_of_two_factors_or_of_uneven_shares_are_not_one_cut():
+def test_shards_of_two_factors_or_of_uneven_shares_are_not_one_shard():
     a, b = Axis(name="a", size=2), Axis(name="b", size=2)
     sizes = {"a": 2, "b": 2}
 
@@ -190,7 +190,7 @@ def laid_out(draw):
 
 @few
 @given(laid_out())
-def test_pieces_cover_every_element_once_over_all_ranks(case):
+def test_shards_cover_every_element_once_over_all_ranks(case):
     mesh, shape, layout = case
     counts = np.zeros(shape, dtype=int)
 
@@ -205,7 +205,7 @@ def test_pieces_cover_every_element_once_over_all_ranks(case):
 
 @few
 @given(laid_out())
-def test_boxes_put_every_element_where_cutting_one_after_the_other_puts_it(case):
+def test_boxes_put_every_element_where_sharding_one_after_the_other_puts_it(case):
     mesh, shape, layout = case
     values = numbered(shape)
 
@@ -221,7 +221,7 @@ def test_boxes_put_every_element_where_cutting_one_after_the_other_puts_it(case)
 
 @few
 @given(laid_out())
-def test_the_local_shape_is_that_of_the_piece(case):
+def test_the_local_shape_is_that_of_the_shard(case):
     mesh, shape, layout = case
     for device in mesh.devices:
         at = mesh.coordinates(device)
@@ -230,13 +230,13 @@ def test_the_local_shape_is_that_of_the_piece(case):
         assert layout.local_shape(shape, mesh.sizes, at) == expected
 
 
-def test_a_device_beyond_the_units_holds_an_empty_piece_without_boxes():
+def test_a_device_beyond_the_units_has_an_empty_shard_without_boxes():
     piece = local_region(make_layout([[contiguous_shard(axis(4), 5)], []]), (5, 3), {"tp": 4}, {"tp": 3})
 
     assert (piece.local_shape, piece.boxes) == ((0, 3), ())
 
 
-def test_a_cut_that_counts_other_elements_than_the_dim_has_is_refused_with_both_numbers():
+def test_a_shard_that_counts_other_elements_than_the_dim_has_is_refused_with_both_numbers():
     with pytest.raises(LayoutError, match=r"8 elements over tp meets a dim of 6"):
         make_layout([[contiguous_shard(axis(2), 8)]]).local_shape((6,), {"tp": 2}, {"tp": 0})
 
@@ -254,7 +254,7 @@ def test_layouts_that_say_the_same_are_equal_and_hash_alike():
     assert one.axes == {"dp"}
 
 
-def test_the_gradient_of_a_fanned_value_is_a_sum_and_of_a_partial_one_whole():
+def test_the_gradient_of_a_replicate_value_is_a_sum_and_of_a_partial_one_replicated():
     layout = make_layout([[contiguous_shard(axis(2), 4)]], {"dp": REPLICATE, "ep": PARTIAL})
 
     gradient = layout.gradient()

@@ -12,10 +12,10 @@ from shardwright.cost import TrainingSetup
 from shardwright.cost.reshard_prices import ReshardPrices, prices_of
 from shardwright.cost.reshard_search import step_price
 from shardwright.lower import LoweredProgram, reshard_kind
-from shardwright.plan.lowering import lower
 from shardwright.plan import Plan
 from shardwright.plan.auto import SearchOptions
 from shardwright.plan.file import load
+from shardwright.plan.lowering import lower
 from shardwright.plan.price import price
 from shardwright.planning import PlanningTask, make_plan
 from shardwright.report.communication import runs_again

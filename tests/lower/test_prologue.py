@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
 from shardwright.errors import LoweringError
 from shardwright.lower import LoweredProgram
 from shardwright.planning import Batching
+from shardwright.runtime import SplitDim
+from shardwright.runtime.collectives import comm
 from shardwright.verify import compile_program
 
 ROWS = 8
@@ -135,6 +138,23 @@ class Normed(Net):
         return self.rows(self.norm(x)).mean()
 
 
+def centred_over_ranks(h: Tensor, part: SplitDim) -> Tensor:
+    total = comm.replicate(comm.all_reduce(h.sum(0), part.group), part.group)
+    return h - total / part.size
+
+
+@sw.register_op("n=centred d -> n d", algorithms={"n": centred_over_ranks})
+def centred(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+class CustomAlgorithm(Net):
+    """The algorithm of a custom op talks over the batch dim."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(centred(self.a(x))).mean()
+
+
 class Contrastive(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.net(x)
@@ -153,6 +173,7 @@ class Middle(Net):
         (Weighted, "/ div (aten.div.Tensor)"),
         (Standardized, "/ std (aten.std"),
         (Normed, "norm / _native_batch_norm_legit_functional"),
+        (CustomAlgorithm, "/ centred"),
         (Contrastive, "/ matmul"),
         (Middle, "/ median (aten.median.default)"),
         (Checkpointed, "/ div (aten.div.Tensor)"),

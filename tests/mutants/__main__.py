@@ -23,7 +23,7 @@ ROOMS = ("rules", "lower", "emit", "runtime", "checkpoint")
 
 
 def drawn(package: Path, rooms: Sequence[str], seed: int) -> Iterator[Mutant]:
-    """All mutants of the rooms, in a random order, a mutant of each room in turn."""
+    """All mutants of some packages, in a random order, one of each package in turn."""
     draw = random.Random(seed)
     by_room = []
     for room in rooms:
@@ -58,7 +58,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--rooms", default=",".join(ROOMS), help="folders or files of the package, with commas")
+    parser.add_argument("--packages", default=",".join(ROOMS), help="folders or files of the package, with commas")
     parser.add_argument("--count", type=int, default=300, help="how many mutants")
     parser.add_argument("--skip", type=int, default=0, help="how many of the drawn ones to leave out first")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mutant after this")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         tree = snapshot(TREE, Path(scratch) / "tree")
         near = Neighbourhood(tree / "src" / PACKAGE, tree / "tests")
-        coming: Iterable[Mutant] = drawn(near.package, options.rooms.split(","), options.seed)
+        coming: Iterable[Mutant] = drawn(near.package, options.packages.split(","), options.seed)
         if options.again is not None:
             left = {held["name"] for held in json.loads(options.again.read_text()) if held["outcome"] == "survived"}
             coming = (mutant for mutant in coming if str(mutant) in left)

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.capture import CapturedGraph, capture, run
+from shardwright.cluster import Cluster
 from shardwright.compile import Compiler, copy_to_meta
-from shardwright.planning import Batching
+from shardwright.planning import Batching, PlanningTask
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.parameters.full_tensors import gather_tensor
 from shardwright.runtime.parameters.sharded import keeps_share, raw_gradient
@@ -138,16 +139,17 @@ class SharingCompiler(Compiler):
 
 
 def compiled(
-    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, batching: Batching | None = None
-) -> Trace:
-    """The run under a plan, everything brought to whole."""
+    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, batching: Batching | None = None,
+    cluster: Cluster | None = None,
+) -> Trace:  # fmt: skip
+    """The run under a plan, everything brought to whole. On a cluster reshards go by its prices."""
     case = build(name, dtype)
     optimizer = optimizer_of(kind, case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]
     world = start()
     compiler = SharingCompiler(
         case.module, optimizer, world, plan, "global", Path(directory), 0, promote=promoted(name, dtype),
-        batching=batching,
+        batching=batching, setting=PlanningTask(cluster=cluster) if cluster else None,
     )  # fmt: skip
     compiler.given = given
     return trained(ParallelModel(compiler.skeleton, world, compiler, "global", 1), case, optimizer, keys)

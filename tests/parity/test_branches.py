@@ -97,4 +97,4 @@ def test_dropout_in_a_branch_trains_and_is_not_verified():
 
 def test_the_plan_says_that_it_runs_whole():
     notes = sw.plan(Net(Chooses()), example=torch.randn(6, 4), plan="dp=2").notes
-    assert any("cond (call.cond)" in note and "runs whole on every device" in note for note in notes)
+    assert any("cond (call.cond)" in note and "runs replicated on every device" in note for note in notes)

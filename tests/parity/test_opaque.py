@@ -144,7 +144,7 @@ def test_in_odd_places(plan):
 
 def test_the_plan_says_what_runs_whole():
     notes = sw.plan(Net(Branching(), Rows()), example=data(), plan="dp=2").notes
-    assert any(note.startswith("odd / opaque") and "runs whole on every device" in note for note in notes)
+    assert any(note.startswith("odd / opaque") and "runs replicated on every device" in note for note in notes)
 
 
 def test_the_ordinary_loop_another_batch_size_and_eval():

@@ -1,7 +1,10 @@
 """Two axes at once, and the other ZeRO levels: on ranks that are threads, against one device."""
 
+from dataclasses import replace
+
 import pytest
 
+from shardwright.cluster import Curve, MeasuredCollective, find
 from tests.runtime.ranks import run_ranks
 
 from . import single
@@ -38,6 +41,23 @@ def test_an_axis_that_is_two_trains_as_on_one_device(tmp_path, model, plan):
         return single.faults_of(single.compiled(model, "float64", plan, "adamw", str(tmp_path), held), wanted, 1e-10)
 
     for faults in run_ranks(world_of(plan), run, timeout=120):
+        assert faults == []
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("plan", ["dp=2,sp=2", "sp=4"])
+def test_trains_as_on_one_device_whatever_collective_is_too_slow_to_use(tmp_path, plan, kind):
+    """Reshards go other ways than usual, by what the cluster says."""
+    held, wanted = single.captured("gqa_fused", "float64"), single.reference("gqa_fused", "float64", "adamw")
+    slow = Curve(((1.0, 1.0), (1e9, 1.0)))
+    tables = tuple(MeasuredCollective(kind=kind, ranks=(size,), seconds=slow) for size in (2, 4))
+    cluster = replace(find("cpu:4"), measured=tables)
+
+    def run(rank):
+        mine = single.compiled("gqa_fused", "float64", plan, "adamw", str(tmp_path), held, cluster=cluster)
+        return single.faults_of(mine, wanted, 1e-10)
+
+    for faults in run_ranks(4, run, timeout=120):
         assert faults == []
 
 

@@ -264,7 +264,7 @@ def test_a_forward_that_keeps_a_tensor_in_a_global_is_refused(tmp_path):
         return self.layer(x)
 
     try:
-        with pytest.raises(CaptureError, match=r"KEPT is a variable.*keeps a tensor of its call.*Return it"):
+        with pytest.raises(CaptureError, match=r"KEPT is a variable.*stores a tensor of its call.*Return it"):
             parallelize(made(forward), plan="single", directory=tmp_path)(X)
     finally:
         KEPT.clear()

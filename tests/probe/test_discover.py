@@ -257,7 +257,7 @@ def test_extremes_of_values_without_gradient_are_joined_by_max_and_min(name, tex
     assert found(name, x, 1 if name == "any.dim" else [1], gradient=False).text == text
 
 
-def test_an_extreme_with_a_gradient_stays_whole():
+def test_an_extreme_with_a_gradient_is_not_split():
     assert found("amax", randn(6, 4, 8), [1]).text == "a c^ b -> a b"
 
 

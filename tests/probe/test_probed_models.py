@@ -84,14 +84,14 @@ def test_the_plan_says_why_there_is_none():
     plan = sw.plan(Headed(lambda x: noisy(x)), example=example(), plan="dp=2")
     (note,) = (note for note in plan.notes if "noisy" in note)
     assert note.endswith(
-        "has no rule and runs whole on every device: it could not be probed: it returns another result each time"
+        "has no rule and runs replicated on every device: it could not be probed: it returns another result each time"
     )
 
 
 def test_the_plan_says_what_can_not_be_split():
     plan = sw.plan(Headed(lambda x: mixed(x)), example=example(), plan="dp=2")
     (note,) = (note for note in plan.notes if "mixed" in note)
-    assert note.endswith("runs whole on every device: it was probed, and no split of it recombines")
+    assert note.endswith("runs replicated on every device: it was probed, and no split of it recombines")
 
 
 def test_a_plan_with_probed_rules_can_be_explained():

@@ -164,7 +164,7 @@ def test_tied_weights_whose_stages_do_not_talk_are_caught(monkeypatch):
     assert {row.name for row in rehearsal.report.failures} == {"wte.weight"}
 
 
-def test_a_small_program_that_does_something_else_is_told():
+def test_a_small_program_that_does_something_else_is_reported():
     model, example = gpt(4)
     graph = captured_graph(model, example).graph
     analysis = analyse(graph)

@@ -88,9 +88,9 @@ def test_a_plan_that_does_not_fit_says_so(auto):
 
 
 def test_equal_notes_of_layers_are_one_and_many_are_cut(auto):
-    notes = [f"blocks.{layer}.odd / op (x) has no rule and runs whole on every device" for layer in range(12)]
+    notes = [f"blocks.{layer}.odd / op (x) has no rule and runs replicated on every device" for layer in range(12)]
     plan = dataclasses.replace(auto, notes=(*notes, *(f"note {'abcdefgh'[at]}" for at in range(8))))
-    line_with(plan, "blocks.*.odd / op (x) has no rule and runs whole on every device (12 times)")
+    line_with(plan, "blocks.*.odd / op (x) has no rule and runs replicated on every device (12 times)")
     line_with(plan, "and 3 more: see explain(plan, full=True)")
     assert "note h" in str(explain(plan, full=True))
 

@@ -117,7 +117,7 @@ def row_of(atoms: Atoms, heads: list[int], width: int) -> tuple[tuple[int, ...],
     return atoms.row(sections), sections
 
 
-def test_an_atom_that_every_section_has_is_cut_in_every_section():
+def test_an_atom_that_every_section_has_is_split_in_every_section():
     atoms = Atoms()
     dim, sections = row_of(atoms, [4, 2, 2], width=3)
     group = sections[0][0]
@@ -154,7 +154,7 @@ def test_a_product_or_nothing_is_not_divided_into_sections():
     assert atoms.expand(dim) == dim
 
 
-def test_a_row_of_links_is_short_after_it_was_walked_once():
+def test_a_chain_of_links_is_short_after_one_lookup():
     atoms = Atoms()
     chain = [atoms.fresh(6)[0] for _ in range(50)]
     for one, other in pairwise(chain):
@@ -209,7 +209,7 @@ def test_rows_unify_section_by_section():
 
 @few
 @given(sizes, st.data())
-def test_two_axes_on_one_dim_take_what_cutting_one_after_the_other_takes(factors, data):
+def test_two_axes_on_one_dim_take_what_splitting_one_after_the_other_takes(factors, data):
     atoms = Atoms()
     dim = dim_of(atoms, [2 * size for size in factors])
     full = [2 * size for size in factors]

@@ -95,7 +95,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_split_of_the_family_recombines_to_the_whole(family):
+def test_every_split_of_the_family_recombines_to_the_unsplit_result(family):
     torch.manual_seed(0)
     function, args, shapes, kind, count = FAMILIES[family]
 
@@ -113,7 +113,7 @@ MODELS = "gpt gqa_fused rotary swiglu resnet unet contrastive hf_llama hf_gpt2 h
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_split_of_every_op_of_the_model_recombines_to_the_whole(name):
+def test_every_split_of_every_op_of_the_model_recombines_to_the_unsplit_result(name):
     torch.manual_seed(0)
     case = ZOO[name](dtype=torch.float64)
 

@@ -48,7 +48,7 @@ def choices(analysis, op):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(data=st.data())
-def test_every_split_that_the_rule_allows_gives_the_whole(target, data):
+def test_every_split_that_the_rule_allows_recombines_to_the_unsplit_result(target, data):
     dice = Dice(data.draw)
     gradients = target not in NO_DERIVATIVE and dice.of(True, True, False)
     analysis, op, given_ = one_op(target, ways()[target](dice), gradients)

@@ -28,11 +28,11 @@ def own(*rows, holders=((0,), (1,)), microbatches=1):
 @pytest.mark.parametrize(
     ("schedule", "reason"),
     [
-        (own("F0.0", "F1.0 B1.0"), "device 0: B0.0 is missing, it holds segment 0"),
+        (own("F0.0", "F1.0 B1.0"), "device 0: B0.0 is missing, it has stage 0"),
         (own("F0.0 B0.0", "F1.0 B1.0", microbatches=2), "device 1: F1.1 is missing"),
         (own("F0.0 B0.0 F0.0", "F1.0 B1.0"), "device 0: F0.0 runs 2 times, every step runs once"),
-        (own("F0.0 B0.0 F1.0", "B1.0"), "device 0: F1.0 is of segment 1, which it does not hold (lies on device 1)"),
-        (own("F0.0 B0.0 F7.0", "F1.0 B1.0"), "device 0: F7.0 is of segment 7, which it does not hold (there is none)"),
+        (own("F0.0 B0.0 F1.0", "B1.0"), "device 0: F1.0 is of stage 1, which it does not have (lies on device 1)"),
+        (own("F0.0 B0.0 F7.0", "F1.0 B1.0"), "device 0: F7.0 is of stage 7, which it does not have (there is none)"),
         (own("F0.0 B0.0 F0.1", "F1.0 B1.0"), "device 0: F0.1 is too much, there is no such microbatch"),
         (own("P0.1 F0.0 B0.0", "F1.0 B1.0"), "device 0: P0.1 is too much, a prologue has microbatch 0"),
         (own("B0.0 F0.0", "F1.0 B1.0"), "device 0: B0.0 comes before F0.0, which it needs"),
@@ -52,11 +52,11 @@ def test_all_of_them_are_named_at_once():
     with pytest.raises(ScheduleError) as error:
         check(own("B0.0 F0.0 F0.0", "F1.0 F0.0"), CHAIN)
 
-    for reason in ("F0.0 runs 2 times", "B0.0 comes before F0.0", "B1.0 is missing", "does not hold"):
+    for reason in ("F0.0 runs 2 times", "B0.0 comes before F0.0", "B1.0 is missing", "does not have"):
         assert reason in str(error.value)
 
 
-def test_a_long_list_of_faults_is_cut():
+def test_a_long_list_of_faults_is_shortened():
     with pytest.raises(ScheduleError, match="and 28 more"):
         check(own("", "", microbatches=20), CHAIN)
 
@@ -73,7 +73,7 @@ def test_a_part_of_a_backward_is_apart_on_all_devices_or_on_none():
         check(schedule, [])
 
 
-def test_a_deadlock_is_told_as_a_circle():
+def test_a_deadlock_is_reported_as_a_cycle():
     schedule = own("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1", microbatches=2)
     with pytest.raises(ScheduleError) as error:
         check(schedule, CHAIN)
@@ -95,7 +95,7 @@ def test_a_deadlock_of_devices_that_meet_in_a_segment_is_found():
         check(three, [])
 
 
-def test_a_long_circle_is_cut():
+def test_a_long_cycle_is_shortened():
     rows = [f"F{at}.0 F{(at - 1) % 10}.0" for at in range(10)]
     schedule = own(*rows, holders=tuple(tuple(sorted((at, (at + 1) % 10))) for at in range(10)))
     with pytest.raises(
@@ -117,24 +117,24 @@ def test_a_value_without_gradient_holds_no_backward_up():
 
 
 @pytest.mark.parametrize(
-    ("edge", "reason"), [((0, 2), "there are only 0 to 1"), ((1, 0), "to later segments only"), ((0, 0), "later")]
+    ("edge", "reason"), [((0, 2), "there are only 0 to 1"), ((1, 0), "to later stages only"), ((0, 0), "later")]
 )
 def test_odd_edges_are_refused(edge, reason):
     with pytest.raises(ScheduleError, match=reason):
         check(gpipe(2, 2), [edge])
 
 
-def test_a_device_that_keeps_too_much_is_named():
+def test_a_device_that_saves_too_much_is_named():
     sizes = [MicrobatchMemory(1000, 0)] * 4
     edges = [(at, at + 1) for at in range(3)]
 
     check(one_f_one_b(4, 8), edges, limit=4000, sizes=sizes)
     check(one_f_one_b(4, 8), edges, limit=[4000, 3000, 2000, 1000], sizes=sizes)
     with pytest.raises(
-        ScheduleError, match=r"device 0: keeps 4,000 bytes for backwards after F0\.3, the limit is 3,999"
+        ScheduleError, match=r"device 0: saves 4,000 bytes for backward after F0\.3, the limit is 3,999"
     ):
         check(one_f_one_b(4, 8), edges, limit=3999, sizes=sizes)
-    with pytest.raises(ScheduleError, match=r"devices 2-3: keeps 8,000 .* the limit is 4,000"):
+    with pytest.raises(ScheduleError, match=r"devices 2-3: saves 8,000 .* the limit is 4,000"):
         check(spread(gpipe(2, 8), [(0, 1), (2, 3)]), CHAIN, limit=[9000, 9000, 9000, 4000], sizes=sizes[:2])
 
 
@@ -142,10 +142,10 @@ def test_what_w_still_needs_counts_until_w():
     edges = [(at, at + 1) for at in range(3)]
 
     check(zero_bubble(4, 8), edges, limit=4000, sizes=[MicrobatchMemory(1000, 1000)] * 4)
-    with pytest.raises(ScheduleError, match=r"device 2: keeps 7,000 (.|\n)*device 3: keeps 8,000"):
+    with pytest.raises(ScheduleError, match=r"device 2: saves 7,000 (.|\n)*device 3: saves 8,000"):
         check(zero_bubble(4, 8), edges, limit=6999, sizes=[MicrobatchMemory(1000, 2000)] * 4)
 
 
 def test_a_limit_needs_sizes():
-    with pytest.raises(ScheduleError, match="needs the sizes of 2 segments; 0 are given"):
+    with pytest.raises(ScheduleError, match="needs the sizes of 2 stages; 0 are given"):
         check(gpipe(2, 2), CHAIN, limit=1)

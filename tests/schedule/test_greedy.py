@@ -74,5 +74,5 @@ def test_a_limit_that_is_too_low_is_refused():
 
 
 def test_times_of_all_segments_are_needed():
-    with pytest.raises(ScheduleError, match="there are 2 segments, but times of 1"):
+    with pytest.raises(ScheduleError, match="there are 2 stages, but times of 1"):
         greedy(pp_ranks(2), 2, [UNIT], chain(2))

@@ -115,12 +115,12 @@ def test_gpipe_and_1f1b_wait_for_p_minus_1_of_m_plus_p_minus_1(make, p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_there_are_seats_ahead(p, m):
+def test_gpipe_has_all_microbatches_in_flight_and_1f1b_one_per_later_pipeline_rank(p, m):
     assert in_flight(gpipe(p, m)) == (m,) * p
     assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - pp_rank) for pp_rank in range(p))
 
 
-def test_eager_hides_messages_and_keeps_up_to_twice_as_much():
+def test_eager_hides_messages_with_up_to_twice_as_much_in_flight():
     times, edges = [UNIT] * 4, chain(4, 0.5, 0.5)
     slow, fast = simulate(one_f_one_b(4, 16), times, edges), simulate(eager(4, 16), times, edges)
 
@@ -140,12 +140,12 @@ def test_interleaved_waits_chunks_times_less_for_any_number_of_microbatches(p, m
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % p == 0 and m > p])
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_interleaved_keeps_p_minus_1_chunks_more_than_1f1b(p, m, chunks):
+def test_interleaved_has_p_minus_1_chunks_more_in_flight_than_1f1b(p, m, chunks):
     assert max(in_flight(interleaved(p, m, chunks))) == p * chunks + p - 1
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])
-def test_zero_bubble_waits_a_third_of_1f1b_and_keeps_the_same(p, m):
+def test_zero_bubble_has_a_third_of_the_bubble_of_1f1b_with_the_same_in_flight(p, m):
     schedule = zero_bubble(p, m)
 
     assert run(schedule).total == 3 * m + p - 1
@@ -154,7 +154,7 @@ def test_zero_bubble_waits_a_third_of_1f1b_and_keeps_the_same(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), LONG)
-def test_zbv_waits_half_of_zero_bubble_and_keeps_the_same(p, m):
+def test_zbv_has_half_of_the_bubble_of_zb_with_the_same_in_flight(p, m):
     schedule = zbv(p, m)
 
     assert run(schedule).total == 6 * m + p - 1  # of half a seat's time
@@ -185,7 +185,7 @@ def test_forward_only_takes_segments_on_any_devices():
 
 
 @pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
-def test_forward_only_with_several_segments_a_seat_is_still_one_wave(p, m, chunks):
+def test_forward_only_with_virtual_stages_is_still_one_wave(p, m, chunks):
     schedule = forward_only(schedule_kind(f"interleaved={chunks}").holders(p), m)
 
     assert run(schedule).total == m * chunks + p - 1
@@ -200,11 +200,11 @@ def test_prologues_come_first_on_all_devices_of_their_segment():
 
 
 def test_a_prologue_of_a_segment_that_is_not_there_is_refused():
-    with pytest.raises(ScheduleError, match=r"no prologue for the segments \[2\]: gpipe .* has 0 to 1"):
+    with pytest.raises(ScheduleError, match=r"no prologue for the stages \[2\]: gpipe .* has 0 to 1"):
         with_prologue(gpipe(2, 2), [0, 2])
 
 
-def test_seats_may_differ_in_size_and_lie_anywhere():
+def test_pipeline_ranks_may_differ_in_size_and_lie_anywhere():
     schedule = spread(zbv(2, 3), [(1,), (0, 2, 3)])
 
     assert schedule.holders == ((1,), (0, 2, 3), (0, 2, 3), (1,))
@@ -213,7 +213,7 @@ def test_seats_may_differ_in_size_and_lie_anywhere():
 
 
 @pytest.mark.parametrize("pp_ranks", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
-def test_seats_that_are_no_division_of_the_devices_are_refused(pp_ranks):
+def test_pipeline_ranks_that_do_not_partition_the_devices_are_refused(pp_ranks):
     with pytest.raises(ScheduleError, match=r"pipeline ranks"):
         spread(gpipe(2, 2), pp_ranks)
 

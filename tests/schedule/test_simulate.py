@@ -96,7 +96,7 @@ def test_a_segment_begins_when_all_its_devices_are_free():
     assert run.starts == ((0, 3.5), (3.5,))
 
 
-def test_devices_of_a_seat_do_the_same():
+def test_devices_of_a_pipeline_rank_do_the_same():
     thin, wide = one_f_one_b(3, 5), spread(one_f_one_b(3, 5), [(0, 1), (2,), (3, 4, 5)])
     times, edges = [StageTimes(1, 2), StageTimes(2, 3), StageTimes(1, 1)], chain(3, 0.5, 0.75)
 
@@ -124,7 +124,7 @@ def test_a_schedule_that_hangs_is_not_given_a_time():
 
 
 def test_times_of_all_segments_are_needed():
-    with pytest.raises(ScheduleError, match="has 3 segments, but there are times of 2"):
+    with pytest.raises(ScheduleError, match="has 3 stages, but there are times of 2"):
         simulate(gpipe(3, 1), [UNIT] * 2)
 
 

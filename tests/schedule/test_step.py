@@ -13,7 +13,7 @@ def test_a_step_is_written_kind_segment_microbatch():
 
 @pytest.mark.parametrize("text", ["", "F0", "X0.1", "F0.1 ", "F-1.0", "f0.1"])
 def test_what_is_no_step_is_refused(text):
-    with pytest.raises(ScheduleError, match=r"is no step; write kind, segment and microbatch as in F0\.3"):
+    with pytest.raises(ScheduleError, match=r"is no step; write kind, stage and microbatch as in F0\.3"):
         Step.parse(text)
 
 
@@ -41,8 +41,8 @@ def test_devices_with_nothing_to_do_stay_in_json():
         ({"steps": ["0: F0.0", "2: B0.0"]}, r"no list of steps for the devices \[1\]"),
         ({"steps": ["zero: F0.0"]}, "'zero' names no devices"),
         ({"steps": ["0: F0"]}, "'F0' is no step"),
-        ({"holders": ["0", "1"]}, r"segment 1 lies on the devices \[1\]; there are only 0 to 0"),
-        ({"holders": []}, "0 segments"),
+        ({"holders": ["0", "1"]}, r"stage 1 lies on the devices \[1\]; there are only 0 to 0"),
+        ({"holders": []}, "0 stages"),
         ({"microbatches": 0}, "0 microbatches"),
     ],
 )
@@ -53,15 +53,15 @@ def test_odd_json_is_refused_with_the_reason(change, reason):
 
 
 def test_json_with_parts_missing_is_refused():
-    with pytest.raises(ScheduleError, match="says nothing about holders, steps"):
+    with pytest.raises(ScheduleError, match="is missing holders, steps"):
         Schedule.from_json({"name": "own", "microbatches": 2})
 
 
-def test_all_faults_of_a_schedule_are_told_at_once():
+def test_all_faults_of_a_schedule_are_reported_at_once():
     with pytest.raises(ScheduleError) as error:
         Schedule(devices=((Step("X", 0, 0),),), holders=((), (0, 0)), microbatches=0, name="own")  # type: ignore[arg-type]
 
-    for reason in ("kind 'X'", "segment 0 lies on no device", "name each once", "0 microbatches"):
+    for reason in ("kind 'X'", "stage 0 lies on no device", "name each once", "0 microbatches"):
         assert reason in str(error.value)
 
 

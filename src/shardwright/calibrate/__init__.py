@@ -3,6 +3,8 @@
 Under torchrun the ranks that it started are measured, over all their nodes, on GPUs with NCCL or on CPUs with gloo.
 Without torchrun a machine of CPUs is measured with gloo processes started here, and of a GPU only what it
 can do alone.
+
+Read `compute.py` and `collectives.py` (what is measured), `timing.py` (how), and `tables.py` (the result).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ __all__ = ["FULL", "QUICK", "Effort", "calibrate", "tables"]
 def calibrate(effort: Effort, ranks: int | None = None, name: str = "measured") -> tuple[Cluster, World]:
     """The cluster that this process is on, measured, and who this process is in it.
 
-    `ranks` is how many processes to start where torchrun has started none: one for each core if it is not said.
+    `ranks` is how many processes to start where torchrun has started none: one for each core by default.
     """
     ours = not dist.is_initialized()
     world = start()

@@ -142,7 +142,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
 
 
 def measure_meeting(world: World, effort: Effort) -> float:
-    """Seconds that ranks lose when they meet in a collective between kernels, beside what it takes by itself.
+    """Seconds that ranks lose when they synchronize in a collective between kernels, in addition to its own time.
 
     In a loop of collectives alone all ranks are there at once. Between kernels one is always late, and what brings
     messages has to be woken up.

@@ -164,7 +164,7 @@ def _name(device: torch.device) -> str:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes on the device; of a CPU those of the whole machine."""
+    """Bytes on the device; for a CPU those of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

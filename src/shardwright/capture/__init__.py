@@ -1,8 +1,13 @@
-"""`nn.Module` to `ir.Graph`: what is computed, at global shape, with nothing dropped silently."""
+"""`nn.Module` to `ir.Graph`: what is computed, at global shapes, with nothing dropped silently.
+
+Read `assemble.py` (the flow), `tracing/` (one `torch.export`, made safe), `building/` (its nodes become a graph),
+`user_calls/` (Python that stays one op), `captured.py` (the result). `interpret.py` runs a graph, `failure.py` explains
+why a model can't be captured, `copies.py` copies modules.
+"""
 
 from .assemble import capture, capture_pair
 from .building.call_paths import input_paths, register_containers
-from .captured import CapturedGraph, ImportedFunction, InputLeaf
+from .captured import CapturedGraph, ImportedFunction, InputLeaf, MaskFacts
 from .copies import copy_module, rebind
 from .interpret import run
 from .tracing.casting import cast, casting
@@ -19,6 +24,7 @@ __all__ = [
     "CapturedGraph",
     "ImportedFunction",
     "InputLeaf",
+    "MaskFacts",
     "NoValues",
     "OpaqueBody",
     "OpaqueCall",

@@ -19,12 +19,14 @@ from .building.call_paths import input_paths, output_paths
 from .building.control_flow import BranchGraphs
 from .building.control_flow import functions as run_branches
 from .building.convert import GraphConversion, Modes
-from .building.finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
-from .building.graph_builder import GraphBuilder
+from .building.finish import drop_dead, join_repeats, ops_of, promote_floats, values_of
+from .building.graph_builder import GraphBuilder, ValueInfo
 from .building.leaves import Leaves
-from .captured import CapturedGraph, ImportedFunction, InputLeaf
+from .building.value_names import value_names
+from .captured import NO_FACTS, CapturedGraph, ImportedFunction, InputLeaf, MaskFacts
 from .copies import copy_module
 from .interpret import run_plain
+from .masks import dense_mask_notes, structure_masks
 from .tracing.attribute_reads import Reads, everything
 from .tracing.export import Trace, trace, without_collection
 from .tracing.python_numbers import Number
@@ -46,19 +48,21 @@ def capture(
     promote: bool = False,
     name: str | None = None,
     real: Real | None = None,
+    masks: MaskFacts = NO_FACTS,
 ) -> CapturedGraph:
     """The graph of one call of a module, at the shapes of the example arguments.
 
     Parameters and inputs may be real, fake or on meta; nothing is run or allocated, and the
     module is left as it was. With `promote` every float in the graph is a float64. Only what an
     opaque submodule returns may have to be looked at in a run, of `real` or else of this call.
-    If the module was given to `find_opaque`, submodules that can't be captured become opaque.
+    If the module was given to `find_opaque`, submodules that can't be captured become opaque. `masks` says what
+    attention masks may be taken to be.
     """
     module, args, kwargs = getattr(module, "_orig_mod", module), tuple(args), dict(kwargs or {})
 
     def make() -> CapturedGraph:
         traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
-        return _assembled(traced, module, args, kwargs, entry, promote, name)
+        return _assembled(traced, module, args, kwargs, entry, promote, name, masks)
 
     with nothing_registered(module):
         return _widened(module, make)
@@ -67,16 +71,16 @@ def capture(
 @without_collection()
 def capture_pair(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Real,
-    promote: Callable[[Graph], bool],
+    promote: Callable[[Graph], bool], masks: MaskFacts = NO_FACTS,
 ) -> tuple[CapturedGraph, CapturedGraph | None]:  # fmt: skip
     """What `capture` gives without `promote` and, if that is wanted for this graph, with it: of one trace."""
     module = getattr(module, "_orig_mod", module)
 
     def make() -> tuple[CapturedGraph, CapturedGraph | None]:
         traced = trace(module, args, kwargs, real)
-        plain = _assembled(traced, module, args, kwargs, entry, False, None)
+        plain = _assembled(traced, module, args, kwargs, entry, False, None, masks)
         wanted = promote(plain.graph)
-        return plain, _assembled(traced, module, args, kwargs, entry, True, None) if wanted else None
+        return plain, _assembled(traced, module, args, kwargs, entry, True, None, masks) if wanted else None
 
     with nothing_registered(module):
         return _widened(module, make)
@@ -94,9 +98,9 @@ def _widened(module: nn.Module, make: Callable[[], Result]) -> Result:
 
 def _assembled(
     traced: Trace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str, promote: bool,
-    name: str | None,
+    name: str | None, masks: MaskFacts,
 ) -> CapturedGraph:  # fmt: skip
-    leaves = Leaves(module, traced, GraphBuilder())
+    leaves = Leaves(module, traced, GraphBuilder(), masks)
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
     branches = BranchGraphs(promote)
@@ -126,6 +130,8 @@ def _assembled(
         reads=_reads(traced, module, opaques, bool(graph.branches)),
         variables=traced.variables,
         left=tuple(f"{path}.{name}".removeprefix(".") for path, name in traced.left),
+        fixed_buffers=tuple(key for key, value in leaves.buffer_start.items() if value in leaves.fixed),
+        padding=tuple((names[value], number) for value, number in leaves.padding.items()),
     )
 
 
@@ -170,12 +176,17 @@ def _finish(
     if promoted:
         promote_floats(builder)
     join_repeats(builder)
+    masks = structure_masks(leaves)
     updates = {key: builder.now(value) for key, value in updates.items()}
     written = {start: builder.now(value) for start, value in written.items()}
     ends = [None if value is None else builder.now(value) for value in ends]
     drop_dead(builder, [value for value in (*ends, *updates.values(), *written.values()) if value is not None])
     unread = leaves.constants.keys() - {value for step in builder.steps for value in step.inputs()} - set(ends)
-    names = value_names(builder, {value: option for value, option in leaves.options.items() if value not in unread})
+    paths = output_paths(_out_spec(traced))
+    roles = {value: key.rpartition(".")[2] for key, value in updates.items()}
+    roles |= {end: _role(path, builder.infos[end]) for path, end in zip(paths, ends, strict=True) if end is not None}
+    fixed = {value: option for value, option in leaves.options.items() if value not in unread}
+    names = value_names(builder, fixed, roles)
     batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
     graph = Graph(
         name=name,
@@ -201,13 +212,20 @@ def _finish(
             Output(path=path, value=names[end], number=isinstance(result, Number))
             if end is not None
             else Output(path=path, literal=result)
-            for path, result, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
+            for path, result, end in zip(paths, results, ends, strict=True)
         ),
         batch=batch.size,
-        notes=tuple(builder.notes),
+        notes=(*builder.notes, *dense_mask_notes(masks, names, builder.infos)),
         branches=branches.graphs,
     )
     return check(graph), names
+
+
+def _role(path: str, info: ValueInfo) -> str:
+    """What an output is called by where it is returned; nothing for one that is returned alone and is no loss."""
+    if path == "output":
+        return "loss" if info.gradient and not info.shape else ""
+    return path if path.isidentifier() else ""
 
 
 def _out_spec(traced: Trace) -> pytree.TreeSpec:

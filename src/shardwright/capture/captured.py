@@ -37,6 +37,21 @@ class InputLeaf:
     literal: Any = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskFacts:
+    """What a capture may take attention masks to be, beside what their ops say.
+
+    buffers    values, by key, of buffers that the module itself has none of: one that holds a mask becomes a constant
+    unpadded   inputs that tell which keys are padding say that there is none
+    """
+
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    unpadded: bool = False
+
+
+NO_FACTS = MaskFacts()
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
     """A graph with everything that is needed to call it as the module was called."""
@@ -51,10 +66,12 @@ class CapturedGraph:
     opaques: Mapping[str, OpaqueCall] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
     reads: Reads = frozenset()  # the attributes of modules that are constants in the graph
     variables: tuple[Variable, ...] = ()  # globals and the like that may be
+    fixed_buffers: tuple[str, ...] = ()  # the keys of buffers whose values are constants in the graph
+    padding: tuple[tuple[str, int], ...] = ()  # inputs, and the number that says of all keys that they are no padding
     left: tuple[str, ...] = ()  # the attributes of modules that the call has set, and that a program does not
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors for graph.inputs, in order; an InputError if this call needs a capture of its own."""
+        """The tensors for graph.inputs, in order; an InputError if this call needs another capture."""
         if set(kwargs) != set(self.keywords):
             raise InputError(
                 f"the model was captured with keyword arguments {sorted(self.keywords)} and is called with "

@@ -1,12 +1,12 @@
 """A deep copy of a module in which functions read the copy too.
 
-`copy.deepcopy` takes a function as it is, with its closure. A model that keeps one among its attributes
+`copy.deepcopy` takes a function as it is, with its closure. A model that has one among its attributes
 
     m = self.mlp
     self.mlpf = lambda x: m.c_proj(m.act(m.c_fc(x)))
 
 would then have a copy whose `mlpf` computes with the parameters of the original. So every function that the
-copy holds, and that can reach a module or a tensor of the original, is made anew with cells and defaults of its own.
+copy has, and that can reach a module or a tensor of the original, is copied with new cells and defaults.
 What a function reaches by a global name stays the original's: a capture refuses to read it (foreign_parameters.py).
 """
 
@@ -29,7 +29,7 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 
 
 def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
-    """A deep copy, functions included. `memo` says what stands for what, as in `copy.deepcopy`."""
+    """A deep copy, functions included. `memo` maps originals to copies, as in `copy.deepcopy`."""
     memo = {} if memo is None else memo
     for tensor in _computed(module):
         memo.setdefault(id(tensor), tensor.detach().clone())
@@ -71,7 +71,7 @@ def _computed(module: nn.Module) -> Iterable[Tensor]:
 
 
 def rebind(value: Any, memo: dict[int, Any]) -> Any:
-    """A value with what a memo says in the place of modules and tensors that it leads to; itself if there are none."""
+    """A value with the modules and tensors that it leads to replaced by their copies; itself if there are none."""
     rebind = _Rebind(memo)
     rebind.find_writes([value])
     return rebind(value)
@@ -126,7 +126,7 @@ class _Rebind:
         self._rebuilt[id(original)] = fresh
 
     def cell(self, original: types.CellType) -> types.CellType:
-        """One new cell for each old one: two functions that share a variable go on sharing it.
+        """One new cell for each old one: two functions that share a variable still share it.
 
         A variable that leads to no module and that no function writes stays the user's own, so that a later change
         of it is seen.

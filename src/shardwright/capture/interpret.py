@@ -36,7 +36,7 @@ def run(
         op_inputs = tuple(values[name] for name in op.inputs)
         op_outputs = run_op(op, op_inputs, known)
         if len(op_outputs) != len(op.outputs):
-            raise GraphError(f"{op} gave {len(op_outputs)} values, the graph says {len(op.outputs)}")
+            raise GraphError(f"{op} gave {len(op_outputs)} values, and the graph has {len(op.outputs)}")
         values.update(zip(op.outputs, op_outputs, strict=True))
         if callback is not None:
             callback(op, op_inputs, op_outputs)

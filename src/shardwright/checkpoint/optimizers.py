@@ -6,7 +6,7 @@ parameter groups keep their members under any plan:
     {"groups": [{"lr": 0.1, ..., "params": ["embed.weight", ...]}, ...], "state": {name: {...}}}
 
 State with the shape of its parameter is saved in shards; other state is equal on all ranks. An optimizer
-needs no state to be loaded into: the saved state says what to create.
+needs no state to be loaded into: the saved state tells what to create.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@
     shardwright checkpoint inspect run/step-001000
     shardwright train config.yaml --model.init_args.n_layer 24
 
+Read this file (all commands), then `train.py`, `checkpoint.py`, `rehearse.py` and `simulate.py` (the larger ones),
+`models.py` (the model that a command is about) and `progress.py`.
+
 A model is named by a file (or an importable module) and a function in it that returns the
 module and example arguments, or by a Hugging Face config, `hf:config.json`. No command needs
 a GPU or other processes. Exit code 0: success, 1: the program differs from the original,

@@ -1,4 +1,9 @@
-"""Clusters as data: devices, links, nodes; from a name, a file or a measurement. What time things take on them."""
+"""Clusters as data: devices, links and nodes, and how long ops and collectives take on them.
+
+Read `cluster.py`, `device.py` and `link.py` (the types), `curve.py` (efficiencies over sizes), `collective.py` (the
+time of a collective), `catalogue.py` (known devices), `name.py`, `file.py` and `schema.py` (clusters from a name or a
+YAML file), `quantity.py` ("80GiB").
+"""
 
 from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, Collective, MeasuredCollective, Span, collective_time

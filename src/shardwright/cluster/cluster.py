@@ -65,8 +65,8 @@ class Cluster:
 
     between     what joins the groups, where that is slower than their own networks
     measured    collectives that were timed on it; they take the place of the formula
-    overlap     how much of a collective that runs beside kernels is hidden by them: 1 all, 0 nothing
-    meeting     seconds that ranks lose when they meet in a collective that they wait for, beside its own time
+    overlap     how much of an overlapped collective is hidden by kernels: 1 all, 0 nothing
+    meeting     seconds that ranks lose when they synchronize in a blocking collective, in addition to its own time
     about       where its facts come from, in words
     """
 
@@ -150,7 +150,7 @@ class Cluster:
 
 
 def rank_groups(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
-    """The ranks that differ only in these axes. `Mesh.groups` in one walk, for meshes of thousands."""
+    """The ranks that differ only in these axes. `Mesh.groups` in one pass, for meshes of thousands."""
     chosen = {mesh.axis(name).name for name in axes}
     inside = [at for at, axis in enumerate(mesh.axes) if axis.name in chosen]
     size = math.prod(mesh.axes[at].size for at in inside)

@@ -6,7 +6,7 @@ A `Span` says how a group of ranks lies on nodes:
     |x . . .|x . . .|   across nodes            n = 2, two nodes, one rank of each
     |x x x x|x x x x|   both                    n = 8, two nodes, k = 4 ranks of each
 
-Bytes are counted on one rank, whole: what an all_reduce, a broadcast or a send carries, what an all_gather
+Bytes are counted on one rank, at full size: what an all_reduce, a broadcast or a send carries, what an all_gather
 ends with, what a reduce_scatter starts with, all that one rank holds before an all_to_all. With S bytes, n
 ranks on N nodes, and at least k ranks on each node, a ring passes each link with
 

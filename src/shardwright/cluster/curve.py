@@ -12,7 +12,7 @@ from ..errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points (size, value), sizes growing. Beyond its ends a curve is flat: whoever reads it says what that means."""
+    """Points (size, value), sizes growing. Beyond its ends a curve is flat: the reader decides what that means."""
 
     points: tuple[tuple[float, float], ...]
 

@@ -1,4 +1,4 @@
-"""One device: how fast it computes, how much it holds, and how long an op takes on it.
+"""One device: how fast it computes, how much memory it has, and how long an op takes on it.
 
 The time of an op is a roofline with the efficiency of its kind at its size:
 
@@ -8,7 +8,7 @@ The time of an op is a roofline with the efficiency of its kind at its size:
                          pointwise; a device that does not say them has the efficiency of these. On a CPU they are much
                          slower.
 
-A product whose smallest side is `edge` reaches half of what the curve says, one of large sides all of it: products work
+A matmul whose smallest side is `edge` reaches half of what the curve gives, one of large sides all of it: matmuls work
 in tiles, and fill and empty a pipeline along what they sum. Curves that were measured are of products as they are, with
 no edge.
 
@@ -63,7 +63,7 @@ class Device:
     efficiency: tuple[Efficiency, ...] = field(repr=False)
     edge: float = 0.0
     _peaks: dict[str, float] = field(init=False, repr=False, compare=False)
-    _curves: dict[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)  # found once, asked often
+    _curves: dict[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)  # computed once, read often
 
     def __post_init__(self) -> None:
         named = f"the device {self.name!r}"
@@ -77,10 +77,10 @@ class Device:
         if not 0 <= self.edge < math.inf:
             raise ClusterError(f"{named}: edge is {self.edge}; it must be zero or more elements")
         if len(dict(self.flops)) != len(self.flops):
-            raise ClusterError(f"{named} says the flops of a dtype twice")
+            raise ClusterError(f"{named} gives the flops of a dtype twice")
         keys = [(item.kind, item.dtype) for item in self.efficiency]
         if len(set(keys)) != len(keys):
-            raise ClusterError(f"{named} says an efficiency twice")
+            raise ClusterError(f"{named} gives an efficiency twice")
         missing = [kind for kind in KINDS if kind not in LIKE and kind not in {kind for kind, _ in keys}]
         if missing:
             raise ClusterError(f"{named} has no efficiency of {', '.join(missing)}")
@@ -123,7 +123,7 @@ class Device:
         return self.op_time(2.0 * m * n * k * batch / self.side_part(min(m, n, k)), moved, "matmul", dtype)
 
     def side_part(self, smallest: float) -> float:
-        """The part of its rate that a product keeps whose smallest side has so many elements."""
+        """The fraction of its rate that a matmul reaches whose smallest side has so many elements."""
         return smallest / (smallest + self.edge)
 
     def _compute_time(self, flops: float, kind: Kind, dtype: str) -> float:

@@ -4,7 +4,7 @@
     name: lab
     devices:                          # only what is not in the catalogue, or is other than there
       A100-slow:
-        like: A100-80GB               # what is not said here is as there
+        like: A100-80GB               # what is not given here is as there
         flops: {bfloat16: 250 TFLOPS, float32: 15 TFLOPS}
         memory: 79.1 GiB
         bandwidth: 1.8 TB/s

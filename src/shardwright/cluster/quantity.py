@@ -22,7 +22,7 @@ _TEXT = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-z/]*)\s*")
 
 
 def read(value: Any, measure: Measure) -> float:
-    """The number that was written, in bytes, seconds or per second; ValueError says what is wrong with it."""
+    """The number that was written, in bytes, seconds or per second; ValueError if it is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
     else:

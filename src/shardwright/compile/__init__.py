@@ -1,4 +1,10 @@
-"""From a call to a program that runs: capture, plan, lower, emit, load, for one entry at a time."""
+"""From a call to a program that runs: capture, plan, lower, emit, load, for one specialization at a time.
+
+Read `compiler.py` (the steps in order), `parameters.py` and `pipeline_ranks.py` (shards and process groups),
+`pipeline.py` (programs of stages), `agreement.py` (all ranks compile the same), then `batched.py`, `scalars.py`,
+`call_mapping.py`, `meta_copy.py` and `replicas.py` (inputs, and copies of the model), `files.py` (where generated
+code is written).
+"""
 
 from .batched import with_unbatched
 from .compiler import Compiler, Outputs

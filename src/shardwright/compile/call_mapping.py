@@ -14,12 +14,14 @@ def ways_of(captured: CapturedGraph, mode: Mode) -> dict[str, Any]:
     """Of an entry, all that capture knows."""
     leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
     graph = captured.graph
+    places = {value.value: at for at, value in enumerate(graph.inputs)}
     return {
         "flatten": captured.flatten,
         "unflatten": captured.unflatten,
         "literals": tuple(output.value is None for output in graph.outputs),
         "dtypes": tuple((leaves[value.value], graph.values[value.value].dtype) for value in graph.inputs),
         "shared": shared_outputs(graph),
+        "padding": tuple((places[name], number) for name, number in captured.padding),
         "signature": signature_of(captured, mode),
     }
 

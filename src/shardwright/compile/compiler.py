@@ -65,7 +65,7 @@ from .agreement import check_programs, check_settings
 from .batched import stand_in, with_batch
 from .call_mapping import ways_of
 from .files import Generated, generate
-from .meta_copy import calling, carry, check_effects, copy_to_meta, signature, thaw
+from .meta_copy import calling, carry, check_effects, copy_to_meta, fixed_buffers, mask_facts, signature, thaw
 from .parameters import ParameterSharder
 from .pipeline import assemble
 from .pipeline_ranks import PipelineRank, check_held, find_pipeline_ranks, with_masters
@@ -126,6 +126,7 @@ class Compiler:
         self._agreed = False
         self.method = ""  # which is compiled, other than forward
         self.floats: Mapping[int, float] = {}
+        self.unpadded = False
 
     def agree(self) -> None:
         """See that all ranks have the same packages and options, once. All ranks must call it."""
@@ -154,11 +155,14 @@ class Compiler:
 
     def __call__(
         self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
-        floats: Mapping[int, float] | None = None,
+        floats: Mapping[int, float] | None = None, unpadded: bool = False,
     ) -> Specialization:  # fmt: skip
-        """The program of a call; `floats` are those of its leaves that are given as tensors."""
+        """The program of a call; `floats` are those of its leaves that are given as tensors.
+
+        One that is `unpadded` is for batches in which inputs tell of no padding.
+        """
         self.agree()
-        self.method, self.floats = method, floats or {}
+        self.method, self.floats, self.unpadded = method, floats or {}, unpadded
         if not self.programs:
             self._check_first(model)
         with called_with_gradients(torch.is_grad_enabled()), saved_tensors_hooks(_as_it_is, _as_it_is):
@@ -180,15 +184,8 @@ class Compiler:
                 lowered = lower_pipeline(graph, plan, analysis, storage_options=self.storage_options, mode=mode)
                 programs = lowered.programs
             else:
-                programs = (
-                    lower(
-                        graph,
-                        plan,
-                        analysis,
-                        storage_options=self.storage_options[0] if self.storage_options else None,
-                        mode=mode,
-                    ),
-                )
+                stored = self.storage_options[0] if self.storage_options else None
+                programs = (lower(graph, plan, analysis, storage_options=stored, mode=mode),)
             generated = [generate(program, self.directory) for program in programs]
         check_programs(self, graph, plan, generated)
         self.programs.append(programs[0])
@@ -199,7 +196,7 @@ class Compiler:
         if model._holding is None:
             self._hold(model, generated, pp_ranks, groups)
         check_held(pp_ranks, model._ready().pp_ranks, generated)
-        model.watch(captured.reads, captured.variables, captured.left)
+        model.watch(captured.reads, (*captured.variables, *fixed_buffers(model, captured)), captured.left)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, generated, groups)
         return self._load(model, captured, generated[0], next(iter(groups.values())))
@@ -235,7 +232,8 @@ class Compiler:
         with _CAPTURING, casting(called, self.precision):
             if self.floats:
                 self._check_floats(called, shown, spec, real)
-            captured = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
+            captured = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real,
+                               masks=mask_facts(self.module, model, self.unpadded))  # fmt: skip
         check_effects(called, self.skeleton, self.method, captured)
         captured = with_batch(captured, batch, batch.size and batch.size * scale // parts)
         return captured if self.outputs == "all" else replace(captured, graph=only_scalars(captured.graph))

@@ -4,6 +4,8 @@ copy_to_meta   a copy on meta
 thaw           the parameters that are planned for as trained
 signature      what a model is made of, to see whether it was changed since
 carry          takes an attribute that the user has changed into the skeleton
+mask_facts     the values of buffers, which the skeleton has none of, for masks that they hold
+fixed_buffers  guards of those that a program goes by
 calling        the same module, whose call is one of its methods
 """
 
@@ -16,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import CapturedGraph, check_hooks, copy_module, rebind
+from ..capture import CapturedGraph, MaskFacts, check_hooks, copy_module, rebind
 from ..errors import CaptureError
 from ..frozen_values import ABSENT, freeze
+from ..runtime.model.fixed_buffers import FixedBuffer
 from ..runtime.model.guards import SLOTS
+from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.model.pinned import HOOKS
 from ..runtime.parameters.sharded import Untouched
 
@@ -47,6 +51,18 @@ def thaw(skeleton: nn.Module, module: nn.Module, trainable: set[int]) -> set[int
     for parameter, like in zip(module.parameters(), skeleton.parameters(), strict=True):
         like.requires_grad_(id(parameter) in trainable)
     return trainable
+
+
+def mask_facts(module: nn.Module | None, model: ParallelModel, unpadded: bool) -> MaskFacts:
+    """The values of buffers, as all ranks have them: those of a pipeline's stages are apart once it runs."""
+    if module is not None:
+        return MaskFacts(buffers=dict(module.named_buffers(remove_duplicate=False)), unpadded=unpadded)
+    apart = model.plan is None or model.plan.is_pipeline
+    return MaskFacts(buffers={} if apart else model._ready().buffers, unpadded=unpadded)
+
+
+def fixed_buffers(model: ParallelModel, captured: CapturedGraph) -> list[FixedBuffer]:
+    return [FixedBuffer(key, model._ready().buffers.get) for key in captured.fixed_buffers]
 
 
 def signature(module: nn.Module, alive: dict[int, Any]) -> list[Hashable]:

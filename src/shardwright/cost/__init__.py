@@ -1,4 +1,9 @@
-"""What things cost: the arithmetic of an op, its time, its memory, what is sent."""
+"""What things cost: FLOPs, time and memory of ops, and what is sent.
+
+Read `call.py` (an op on a rank), `work.py` and `time.py` (FLOPs and seconds), `algorithm_collectives.py` and
+`reshard_prices.py` with `reshard_search.py` (communication), `saved_for_backward.py` and `training.py` (what is
+stored), then `resources.py` (all of it as a vector).
+"""
 
 from ..ops.contexts import AlgorithmCollective, LocalCall, LocalTensor, SavedForBackward
 from .algorithm_collectives import algorithm_collectives

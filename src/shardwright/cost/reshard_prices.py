@@ -103,13 +103,9 @@ class BytePrices(ReshardPrices):
 
 
 @lru_cache(maxsize=256)
-def _byte_prices(sizes: tuple[tuple[str, int], ...]) -> BytePrices:
-    return BytePrices(dict(sizes))
-
-
 def prices_of(mesh: Mesh, cluster: Cluster | None, placed: Mesh | None = None) -> ReshardPrices:
-    """The prices on a mesh: seconds if the cluster is known, else bytes."""
-    return _byte_prices(tuple(mesh.sizes.items())) if cluster is None else ClusterPrices(mesh, cluster, placed)
+    """The prices on a mesh: seconds if the cluster is known, else bytes. The same object for the same mesh."""
+    return BytePrices(mesh.sizes) if cluster is None else ClusterPrices(mesh, cluster, placed)
 
 
 class ClusterPrices(ReshardPrices):
@@ -127,6 +123,7 @@ class ClusterPrices(ReshardPrices):
         self.device = slowest_device(cluster, self.placed.devices)
         self.traits = backend_traits(self.device.name, cluster.nodes)
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
+        self._copies: dict[float, float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {}
 
     def spans(self, axes: tuple[str, ...]) -> tuple[Span, ...]:
@@ -155,7 +152,9 @@ class ClusterPrices(ReshardPrices):
         return (self.waited(kind, bytes, ranks) if ranks else 0.0) + (NEVER if bytes > SMALL else 0.0)
 
     def copy(self, bytes: float) -> float:
-        return self.device.op_time(0.0, bytes, "copy", "")
+        if bytes not in self._copies:
+            self._copies[bytes] = self.device.op_time(0.0, bytes, "copy", "")
+        return self._copies[bytes]
 
 
 def slowest_device(cluster: Cluster, ranks: Sequence[int]) -> Device:

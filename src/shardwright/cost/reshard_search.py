@@ -81,6 +81,16 @@ def step_price(step: Reshard, before: Layout, bytes: float, prices: ReshardPrice
     return prices.step(step.kind, step.axes, bytes, gradient)
 
 
+def path_price(start: Layout, steps: Sequence[Reshard], bytes: float, prices: ReshardPrices, gradient: bool) -> Price:
+    """The price of some steps one after the other."""
+    copy = copy_back = send = send_back = 0.0
+    for step in steps:
+        price = step_price(step, start, bytes, prices, gradient)
+        copy, copy_back, send, send_back = copy + price[0], copy_back + price[1], send + price[2], send_back + price[3]
+        start = step.after
+    return copy, copy_back, send, send_back
+
+
 @dataclass(slots=True)
 class LayoutForm:
     """A value in one layout, and the step that makes it from another form of the same value."""

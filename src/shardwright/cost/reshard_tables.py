@@ -7,8 +7,9 @@ they follow each other in the best order, each on what the others have left of t
 
 Where several axes change alike, one step over their product may take their place. These are paths that the search for
 a single pair (`reshard_search`) goes through too, so it never finds a more expensive one. Not every order is possible:
-a shard that takes a factor of a dim from another axis has to wait until that has left it. Where no order is left, such
-as for two axes that change places, the price is that of the search.
+a shard that takes a factor of a dim from another axis has to wait until that has left it. Where each waits for the
+other, one is lifted: gathered before the others change, and sharded again after. Shards that keep their place among
+those of their dim (uneven ones under others) are priced by the search.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import numpy as np
 from ..cluster import Cluster
 from ..layout import INVARIANT, Layout, Mesh, Partial, Shard
 from ..reshard import applied_after, applied_first, forget_gradient, joint_shard
-from .reshard_prices import ClusterPrices
-from .reshard_search import cheapest_path, step_price
+from .reshard_prices import ClusterPrices, Price
+from .reshard_search import cheapest_path, path_price
 from .resources import COUNT
 
 Place = tuple[str, int, Shard | tuple[Shard, ...] | None]
@@ -51,6 +52,8 @@ def _codes(*changes: str) -> np.ndarray:
     return np.array([a + b in changes for a in LETTERS for b in LETTERS])
 
 
+FROM, TO = ([LETTERS.index(change[end]) for change in STEPS] for end in (0, 1))
+
 SUMMED, JOINED, SPLIT = _codes("PI", "PR", "IR"), _codes("SI", "SR", "SP"), _codes("IS", "RS", "PS")
 """Whether several axes can change so at once: sums, and shards of one dim that are one shard together."""
 
@@ -65,47 +68,38 @@ class ReshardTables(ClusterPrices):
         self._places: list[Place] = []
         self._placed: dict[tuple[Layout, bool], tuple[int, ...]] = {}
         self._joint: dict[tuple[Layout, Unit], tuple[bool, bool]] = {}
-        self._clashes: dict[tuple[Place, Place], bool] = {}
+        self._clashes = np.zeros((0, 0), dtype=bool)
 
     def prices(self, starts: Sequence[Layout], goals: Sequence[Layout], bytes: float, gradient: bool) -> np.ndarray:
         """[start, goal, resource]: what each reshard of a value of so many bytes (unsharded) uses."""
-        prices = np.zeros((len(starts), len(goals), COUNT))
-        best = np.full((len(starts), len(goals)), np.inf)
         every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
         pairs = _Pairs(every, len(starts), self._places)
-        stuck = pairs.stuck
-        single = [(number,) for number in pairs.moving]
+        single: list[Unit] = [(axis,) for axis in pairs.moving]
         joint = {unit: alike for unit in pairs.several() if (alike := self._alike(pairs, unit, starts, goals))}
         tables = {unit: self._changes(unit, pairs.places, bytes, gradient) for unit in (*single, *joint)}
-        waits, unordered = self._waits(pairs), stuck
-        for together in (None, *joint):
-            units = single if together is None else [together, *(unit for unit in single if unit[0] not in together)]
-            for order in permutations(units):
-                total = np.zeros((*best.shape, 4))
-                for place, unit in enumerate(order):
-                    before = [number for numbers in order[:place] for number in numbers]
-                    total += tables[unit][*pairs.at(unit[0]), pairs.mask(unit, before)]
-                sums, possible = total.sum(-1), _possible(order, waits)
-                if together is None:
-                    unordered = unordered | (np.isfinite(sums) & ~possible)
-                else:
-                    possible = possible & joint[together].allowed(order[0] == together, order[-1] == together)
-                better = (sums < best) & possible
-                best = np.where(better, sums, best)
-                prices[..., 0:4] = np.where(better[..., None], total, prices[..., 0:4])
-        for i, j in np.argwhere(unordered & (np.isinf(best) | stuck)):
-            prices[i, j, 0:4] = self._searched(starts[i], goals[j], bytes, gradient)
+        waits, cheapest = self._waits(pairs), _Cheapest(pairs.shape)
+        for order in permutations(single):
+            cheapest.offer(_in_turn(pairs, tables, order), _possible(order, waits))
+        for unit, alike in joint.items():
+            for order in permutations([unit, *(other for other in single if other[0] not in unit)]):
+                allowed = alike.allowed(order[0] == unit, order[-1] == unit)
+                cheapest.offer(_in_turn(pairs, tables, order), allowed & _possible(order, waits))
+        left = np.isinf(cheapest.sums)
+        for lifted in pairs.moving if waits and left.any() else ():
+            ends, allowed = self._lift(pairs, lifted, bytes, gradient), left & pairs.resharded(lifted)
+            for order in permutations([unit for unit in single if unit != (lifted,)]):
+                cheapest.offer(ends + _in_turn(pairs, tables, order, lifted), allowed & _possible(order, waits))
+        for i, j in np.argwhere(pairs.stuck):
+            cheapest.rows[i, j] = self._searched(starts[i], goals[j], bytes, gradient)
+        prices = np.zeros((*pairs.shape, COUNT))
+        prices[..., 0:4] = cheapest.rows
         return prices
 
-    def _searched(self, start: Layout, goal: Layout, bytes: float, gradient: bool) -> np.ndarray:
+    def _searched(self, start: Layout, goal: Layout, bytes: float, gradient: bool) -> Price:
         """The price of one pair, by the search."""
         if not gradient:
             start, goal = forget_gradient(start), forget_gradient(goal)
-        price = np.zeros(4)
-        for step in cheapest_path(start, goal, bytes, self, gradient).steps:
-            price += step_price(step, start, bytes, self, gradient)
-            start = step.after
-        return price
+        return path_price(start, cheapest_path(start, goal, bytes, self, gradient).steps, bytes, self, gradient)
 
     def _places_of(self, layout: Layout, gradient: bool) -> tuple[int, ...]:
         """The number of a layout's place on each axis."""
@@ -134,25 +128,33 @@ class ReshardTables(ClusterPrices):
 
     def _changes(self, unit: Unit, places: list[list[Place]], bytes: float, gradient: bool) -> np.ndarray:
         """[from, to, which of the other axes shard the value, (compute, compute back, send, send back)]."""
-        axes = tuple(self.mesh.names[number] for number in unit)
-        others = [other for at, other in enumerate(self.mesh.axes) if at not in unit]
         axis_places = places[unit[0]]
         index = np.array([LETTERS.index(place[0]) for place in axis_places])
         dims = np.array([place[1] for place in axis_places])
         split = (index == S)[:, None] & (index == S)[None, :]
         crosses = split & (dims[:, None] != dims[None, :])
-        bases = [bytes]
-        for other in others:  # the first is the lowest bit of a mask
-            bases += [base / other.size for base in bases]
-        letters, exchange, regather = map(
-            np.array, zip(*(self._table(axes, base, gradient) for base in bases), strict=True)
-        )
+        letters, exchange, regather = self._by_mask(unit, bytes, gradient)
         changes: np.ndarray = letters[:, index[:, None], index[None, :]].transpose(1, 2, 0, 3).copy()
         if split.any():
             changes[crosses] = exchange
             changes[split & ~crosses] = regather
         changes[np.arange(len(axis_places)), np.arange(len(axis_places))] = 0.0
         return changes
+
+    def _by_mask(self, unit: Unit, bytes: float, gradient: bool) -> tuple[np.ndarray, ...]:
+        """The tables of a unit, for each set of other axes that shard the value."""
+        axes, bases = tuple(self.mesh.names[number] for number in unit), [bytes]
+        for at, other in enumerate(self.mesh.axes):
+            if at not in unit:  # the first is the lowest bit of a mask
+                bases += [base / other.size for base in bases]
+        return tuple(map(np.array, zip(*(self._table(axes, base, gradient) for base in bases), strict=True)))
+
+    def _lift(self, pairs: _Pairs, axis: int, bytes: float, gradient: bool) -> np.ndarray:
+        """Gathering an axis before all others change, and sharding it again after that."""
+        letters, *_ = self._by_mask((axis,), bytes, gradient)
+        before, after = pairs.mask((axis,), ()), pairs.mask((axis,), pairs.axes)
+        ends: np.ndarray = letters[before, S, INV] + letters[after, INV, S]
+        return ends
 
     def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Changes on an axis, or on several at once, of a value that has `base` bytes without a shard on it.
@@ -163,8 +165,7 @@ class ReshardTables(ClusterPrices):
         if key not in self._tables:
             direct = np.zeros((len(LETTERS), len(LETTERS), 4))
             direct[..., 0] = np.inf
-            for change, kind in STEPS.items():
-                direct[LETTERS.index(change[0]), LETTERS.index(change[1])] = self.step(kind, axes, base, gradient)
+            direct[FROM, TO] = [self.step(kind, axes, base, gradient) for kind in STEPS.values()]
             by_way = direct[:, INV][:, None] + direct[INV][None]  # of invariant
             letters, regather = _cheaper(direct, by_way), by_way[S, S]
             exchange = np.array(self.step("all_to_all", axes, base, gradient))
@@ -176,14 +177,16 @@ class ReshardTables(ClusterPrices):
     ) -> _ChangedAlike | None:
         """Which pairs may change a unit at once; None if none does."""
         codes = pairs.codes[unit[0]]
-        equal = np.logical_and.reduce([pairs.codes[axis] == codes for axis in unit[1:]])
+        equal = (SUMMED | JOINED | SPLIT)[codes]
+        for axis in unit[1:]:
+            equal = equal & (pairs.codes[axis] == codes)
         if not equal.any():
             return None
         joined, split = equal & JOINED[codes], equal & SPLIT[codes]
-        if joined.any():
-            joined &= np.array([self._is_joint(layout, unit)[0] for layout in starts])[:, None]
-        if split.any():
-            split &= np.array([self._is_joint(layout, unit)[1] for layout in goals])[None, :]
+        for i in np.flatnonzero(joined.any(1)).tolist():
+            joined[i] &= self._is_joint(starts[i], unit)[0]
+        for j in np.flatnonzero(split.any(0)).tolist():
+            split[:, j] &= self._is_joint(goals[j], unit)[1]
         alike = _ChangedAlike(equal & SUMMED[codes], joined, split)
         return alike if any(part.any() for part in alike) else None
 
@@ -203,26 +206,34 @@ class ReshardTables(ClusterPrices):
     def _waits(self, pairs: _Pairs) -> dict[tuple[int, int], np.ndarray]:
         """(axis, another): the pairs in which the other has to leave a dim before the axis can shard it."""
         waits = {}
+        clashes = self._all_clashes()
         for other, axis in permutations(pairs.moving, 2):
-            clash = np.array([[self._clash(a, b) for b in pairs.places[axis]] for a in pairs.places[other]])
-            if clash.any():
-                waiting = clash[*pairs.at(other)[:1], *pairs.at(axis)[1:]] & pairs.moves(other) & pairs.moves(axis)
+            waiting = clashes[pairs.start_numbers[:, other][:, None], pairs.goal_numbers[:, axis][None, :]]
+            if waiting.any():
+                waiting &= pairs.moves(other) & pairs.moves(axis)
                 if waiting.any():
                     waits[axis, other] = waiting
         return waits
 
+    def _all_clashes(self) -> np.ndarray:
+        """[place, place]: whether shards of two axes take the same factor of a dim."""
+        known, count = len(self._clashes), len(self._places)
+        if known < count:
+            larger = np.zeros((count, count), dtype=bool)
+            larger[:known, :known] = self._clashes
+            for new in range(known, count):
+                dim = self._places[new][1]
+                for old in range(new) if dim >= 0 else ():
+                    if self._places[old][1] == dim:
+                        larger[new, old] = larger[old, new] = self._clash(self._places[new], self._places[old])
+            self._clashes = larger
+        return self._clashes
+
     def _clash(self, a: Place, b: Place) -> bool:
-        """Whether two shards take the same factor of a dim."""
-        if a[1] != b[1] or a[1] < 0:
-            return False
-        if (a, b) not in self._clashes:
-            first, second = a[2], b[2]
-            self._clashes[a, b] = (
-                not isinstance(first, Shard)
-                or not isinstance(second, Shard)
-                or applied_after(first, second, self.sizes) is None
-            )
-        return self._clashes[a, b]
+        first, second = a[2], b[2]
+        if not isinstance(first, Shard) or not isinstance(second, Shard):
+            return True
+        return applied_after(first, second, self.sizes) is None
 
 
 class _ChangedAlike(NamedTuple):
@@ -237,12 +248,38 @@ class _ChangedAlike(NamedTuple):
         return allowed
 
 
+class _Cheapest:
+    """For each pair the price of the cheapest path so far: its sum, and its parts."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.sums = np.full(shape, np.inf)
+        self.rows = np.zeros((*shape, 4))
+        self.rows[..., 0] = np.inf
+
+    def offer(self, total: np.ndarray, allowed: np.ndarray | np.bool) -> None:
+        sums = total.sum(-1)
+        better = (sums < self.sums) & allowed
+        np.copyto(self.sums, sums, where=better)
+        np.copyto(self.rows, total, where=better[..., None])
+
+
+def _in_turn(
+    pairs: _Pairs, tables: Mapping[Unit, np.ndarray], order: Sequence[Unit], lifted: int | None = None
+) -> np.ndarray:
+    """The price of all pairs if units change in an order. `lifted`: an axis that does not shard anything meanwhile."""
+    total, before = np.zeros((*pairs.shape, 4)), list[int]()
+    for unit in order:
+        total += tables[unit][*pairs.at(unit[0]), pairs.mask(unit, before, lifted)]
+        before += unit
+    return total
+
+
 def _possible(order: Sequence[Unit], waits: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray | np.bool:
     """Which pairs can go in an order of units."""
     place = {number: at for at, unit in enumerate(order) for number in unit}
     possible: np.ndarray | np.bool = np.True_
     for (axis, other), waiting in waits.items():
-        if place[axis] < place[other]:
+        if axis in place and other in place and place[axis] < place[other]:
             possible = possible & ~waiting
     return possible
 
@@ -258,6 +295,7 @@ class _Pairs:
     def __init__(self, every: np.ndarray, starts: int, known: Sequence[Place]) -> None:
         """`every` has the number of the place on each axis, among those known, for all starts and then all goals."""
         self.axes, self.shape = range(every.shape[1]), (starts, every.shape[0] - starts)
+        self.start_numbers, self.goal_numbers = every[:starts], every[starts:]
         self.places: list[list[Place]] = []
         self.at_start: list[np.ndarray] = []
         self.at_goal: list[np.ndarray] = []
@@ -300,9 +338,17 @@ class _Pairs:
         for size in range(2, len(self.moving) + 1):
             yield from combinations(self.moving, size)
 
-    def mask(self, unit: Unit, before: Collection[int]) -> np.ndarray:
+    def resharded(self, axis: int) -> np.ndarray:
+        """Which pairs shard something on an axis before and after."""
+        start, goal = self.sharded[axis]
+        both: np.ndarray = (start & goal).astype(bool)
+        return both
+
+    def mask(self, unit: Unit, before: Collection[int], lifted: int | None = None) -> np.ndarray:
         """Which of the other axes shard the value when a unit has its turn after others, as bits."""
         mask = np.zeros(self.shape, dtype=np.intp)
         for bit, axis in enumerate(axis for axis in self.axes if axis not in unit):
+            if axis == lifted:
+                continue
             mask = mask + (self.sharded[axis][axis in before] << bit)
         return mask

@@ -173,7 +173,7 @@ def loader(
     batch    samples of a global batch, over all data-parallel replicas
     model    the result of `sw.parallelize`: it and its `inputs` decide which samples this rank gets. Without it
              the global batch, or the share of `rank` of `ranks`. A last batch that replicas can't share
-             evenly goes to every rank, and the model is told: results are those of one device
+             evenly goes to every rank, and the model knows: results are those of one device
     shuffle  a new order every epoch, the same on all ranks, from `seed` and the epoch (map-style datasets only)
     last     treatment of a smaller last batch: see `shardwright.data.Last`
     ignore   with last="pad": how labels of padding samples are marked, such as {"labels": -100}

@@ -1,6 +1,6 @@
 """Samples of a stream: an iterable dataset that all ranks and all workers read alike.
 
-A stream has no indices to divide, so everyone reads all of it and keeps a share. Samples form
+A stream has no indices to divide, so every rank reads all of it and takes its share. Samples form
 global batches in the order of the stream; worker w of W takes the batches w, w + W, ..., which is
 the order in which a DataLoader reads from its workers; of each batch a replica takes its share.
 

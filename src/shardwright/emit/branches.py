@@ -15,7 +15,7 @@ from .sizes import SizeNames
 def branch_method(graph: Graph, sizes: SizeNames, context: Callable[[Op], str]) -> Iterator[str]:
     """The lines of a method that runs a graph."""
     outputs = [output.value for output in graph.outputs if output.value is not None]
-    names = Names(graph.ops, outputs, sizes.used)
+    names = Names(graph.ops, outputs, sizes.taken)
     words = names.bind_all(item.value for item in graph.inputs)
     shapes = ", ".join(f"{word} {_shape(graph, item.value)}" for word, item in zip(words, graph.inputs, strict=True))
     yield f"    def {graph.name}(self{''.join(', ' + word for word in words)}):  # {shapes}"

@@ -1,4 +1,4 @@
-"""What stands behind a line of generated code: the shape of what it makes, or what a reshard sends."""
+"""What stands behind a line of generated code: the shape of what it makes, and what its name does not say."""
 
 from __future__ import annotations
 
@@ -9,37 +9,33 @@ from ..layout import MB
 from ..lower import LoweredProgram, reshard_kind
 from .sizes import SizeNames
 
-SHOWN = {
-    "all_reduce": "sums {x} over {axes}",
+BEYOND_THE_CALL = {
     "replicate": "backward sums d{x} over {axes}",
-    "all_reduce_to_r": "sums {x} over {axes}, and d{x} in backward",
-    "all_gather": "all of {x} over {axes}",
-    "all_gather_to_r": "all of {x} over {axes}; backward sums d{x} and keeps this rank's share",
-    "shard": "this rank's share over {axes}",
-    "shard_from_r": "this rank's share over {axes}",
-    "reduce_scatter": "sums {x} over {axes} and keeps this rank's share",
-    "zero_pad": "zeros where other ranks of {axes} have their share",
-    "all_to_all": "all_to_all over {axes}",
-    "partial": "counted once over {axes}",
-    "invariant": "its gradient is counted once over {axes}",
-    "reduce": "over {axes}",
+    "all_reduce_to_r": "backward sums d{x} over {axes}",
+    "all_gather_to_r": "backward reduce-scatters d{x} over {axes}",
+    "zero_pad": "zeros where other ranks of {axes} have their shards",
+    "partial": "zeros but on the first rank of {axes}",
+    "invariant": "backward keeps d{x} of the first rank of {axes}",
 }
+"""What reshards do that their calls don't say."""
 
 
 def comment_on(op: Op, inputs: Mapping[int, str], source: str, program: LoweredProgram, sizes: SizeNames) -> str:
     """The comment of the line of an op."""
-    kind = reshard_kind(op)
-    if kind is not None and op.target.startswith("comm."):
-        if op.argument("axes") == (MB,) and kind in ("shard", "shard_from_r"):
-            return "this microbatch's share"
-        return SHOWN[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
     if op.target == "runtime.begin_count":
-        return "of labels, summed meanwhile"
+        return "the labels that count, summed while the model runs"
     shape = shape_of(op.outputs[0], program, sizes)
-    if kind is not None:
-        shape += f"; backward sums d{inputs[0]} over {', '.join(op.argument('axes'))}"
-    partial = [name for name, placement in program.layouts[op.outputs[0]].rest if str(placement).startswith("partial")]
-    return f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
+    layout = program.layouts.get(op.outputs[0])
+    kind = reshard_kind(op)
+    if kind in ("shard", "shard_from_r") and op.argument("axes") == (MB,):
+        shape += " of this microbatch"
+    elif kind is not None and (kind in BEYOND_THE_CALL or not op.target.startswith("comm.")):
+        text = BEYOND_THE_CALL.get(kind, BEYOND_THE_CALL["replicate"])
+        shape += "; " + text.format(x=inputs[0], axes=", ".join(op.argument("axes")))
+    elif layout is not None and kind is None:
+        partial = [name for name, placement in layout.rest if str(placement).startswith("partial")]
+        shape += f", a partial sum over {', '.join(partial)}" if partial else ""
+    return f"{shape}{'  ' + source if source and not op.target.startswith('comm.') else ''}"
 
 
 def shape_of(name: str, program: LoweredProgram, sizes: SizeNames) -> str:

@@ -15,25 +15,24 @@ their loop in it. Other regions are methods that the layer's method calls.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from ..ir import Op
+from ..ir.paths import numbered_layer
 from ..ir.recompute import region_path
 from ..lower import LoweredProgram, Size
 from ..rules import is_random
 from .sizes import SizeNames
+from .updates import place_updates
 
 RESERVED = frozenset(
-    "fixed held random device updates zero open close update place sizes constants renew forward opaque experts parts "
-    "at_key start region mb known weights counts prologue".split()
+    "fixed module random device updates zero open close gathered update place sizes constants renew forward opaque "
+    "experts parts at_key start region mb known weights counts prologue batch_norm".split()
 )
-"""What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
-
-_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
+"""What a program has of its own; a model with a part of such a name is reached through `self.module`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +81,6 @@ class LayerLoop:
 Item = Op | Invoke | LayerLoop
 
 
-def layer_of(module_path: str) -> tuple[str, int] | None:
-    match = _LAYER.match(module_path)
-    return (match[1] or "", int(match[2])) if match else None
-
-
 @dataclass
 class _Run:
     path: str
@@ -121,7 +115,8 @@ class Folder:
         for number, op in enumerate(program.body):
             for name in op.inputs:
                 self.readers.setdefault(name, []).append(number)
-        self.needed = program.needed()
+        self.updates, self.late = place_updates(program)
+        self.needed = {name for name in program.outputs if name is not None} | {name for _, name in self.late}
         self.maker: dict[str, range] = {}  # the numbers of the ops of the run that makes a value
         self.methods: list[Method] = []
         self.layers: dict[Any, Method] = {}  # by what a layer does and gives
@@ -129,7 +124,7 @@ class Folder:
         self.names = {*self.tops, *program.graph.branches}
         self.totals: dict[str, int] = {}
         for op in program.body:
-            layer = layer_of(op.module_path)
+            layer = numbered_layer(op.module_path)
             if layer:
                 self.totals[layer[0]] = max(self.totals.get(layer[0], 0), layer[1] + 1)
 
@@ -178,7 +173,7 @@ class Folder:
         runs: list[_Run] = []
         wide = self._wide()
         for op in self.program.body:
-            path, index = layer_of(op.module_path) or ("", -1)
+            path, index = numbered_layer(op.module_path) or ("", -1)
             region = op.region if op.region in wide else None
             if not runs or (runs[-1].path, runs[-1].index, runs[-1].wide) != (path, index, region):
                 runs.append(_Run(path, index, [], wide=region))
@@ -196,7 +191,7 @@ class Folder:
         numbers: dict[str, set[tuple[str, int] | None]] = {}
         for op in self.program.body:
             if op.region is not None:
-                numbers.setdefault(op.region, set()).add(layer_of(op.module_path))
+                numbers.setdefault(op.region, set()).add(numbered_layer(op.module_path))
         return {region for region, layers in numbers.items() if len(layers) > 1}
 
     def _describe(self, run: _Run, start: int) -> None:
@@ -205,6 +200,7 @@ class Folder:
         inside: dict[str, tuple[int, int]] = {}
         key: list[Any] = []
         regions: dict[str | None, int] = {}
+        lead = f"{run.lead}."
         for number, op in enumerate(run.ops):
             refs: list[Any] = []
             for name in op.inputs:
@@ -213,7 +209,7 @@ class Folder:
                 elif name in self.keys and self.keys[name].startswith(run.lead + "."):
                     refs.append(("at", self.keys[name][len(run.lead) :]))
                 elif name in self.stored:
-                    refs.append(("held", name))
+                    refs.append(("stored", name))
                 else:
                     if name not in run.externals:
                         run.externals.append(name)
@@ -225,7 +221,8 @@ class Folder:
             )
             region = regions.setdefault(op.region, len(regions)) if op.region and not run.wide else None
             drawn = op.name.removeprefix(run.lead) if is_random(op) else None
-            key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, drawn, region))
+            updates = tuple(k.removeprefix(lead) for name in op.outputs for k in self.updates.get(name, ()))
+            key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, drawn, updates, region))
             for index, name in enumerate(op.outputs):
                 inside[name] = (number, index)
         end = start + len(run.ops)

@@ -17,7 +17,7 @@ def narrowed(line: str) -> list[str]:
     code, comment = line[:mark], line[mark + len(COMMENT) :]
     pad = code[: len(code) - len(code.lstrip())]
     above = [f"{pad}# {comment.strip()}"] if comment else []
-    if len(code) <= WIDTH or not code.endswith((")", "),")):
+    if len(code) <= WIDTH or not code.endswith((")", "),", "],")):
         return [*above, code]
     head, items, tail = _arguments(code)
     lines = [*above, head]
@@ -25,13 +25,13 @@ def narrowed(line: str) -> list[str]:
         if lines[-1] != head and len(lines[-1]) + len(item) + 2 <= WIDTH:
             lines[-1] += f" {item},"
         else:
-            lines.append(f"{pad}    {item},")
+            lines += narrowed(f"{pad}    {item},")  # a list may be too long in turn
     return [*lines, f"{pad}{tail}"]
 
 
 def _arguments(code: str) -> tuple[str, list[str], str]:
     """The last call of a line: what stands before its arguments, the arguments, and what closes it."""
-    tail = ")," if code.endswith("),") else ")"
+    tail = code[-2:] if code.endswith(",") else code[-1]
     end = len(code) - len(tail)
     opened: list[list[int]] = []  # for each open bracket where it stands, and the commas directly in it
     for at, sign in _outside_of_strings(code):

@@ -10,12 +10,16 @@ from typing import Any
 from ..ir import Dtype, Op, Slot
 from ..layout import MB, Block, Shard, chunk_bounds
 from ..lower import LoweredProgram, Size
-from ..ops.reading import UnreadableLineError, dotted
+from ..ops.norms import batch_norm_faults
+from ..ops.reading import UnreadableLineError, dotted, keywords
 from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 GROUPS = ("axes", "rows", "classes", "home")
 """Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
+
+EVEN_IF_UNSAID = ("comm.", "runtime.all_gather_linears", "runtime.cross_entropy", "runtime.embedding_rows")
+"""Ops whose lines leave out a sharding that is even and contiguous."""
 
 Place = Mapping[str, int]
 """Coordinates of a rank on the axes of the mesh."""
@@ -31,9 +35,14 @@ class FileNames:
     uneven: Mapping[str, ast.expr]  # attributes that hold sizes which differ between ranks
     groups: frozenset[str]
     functions: Mapping[str, str]  # names of the user's functions -> their paths
+    imported: frozenset[str]
     hidden: frozenset[str]  # names that stand for something else after the sizes are set: the class
     fixed: dict[str, str] = field(default_factory=dict)  # attributes of `self.fixed` and `self.known` -> values
     places: tuple[Place, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Whether a name means something in all of the file, so that no method may bind it."""
+        return name in self.imported or name in self.sizes or name in self.functions or name in self.hidden
 
 
 @dataclass(kw_only=True)
@@ -44,9 +53,12 @@ class Scope:
     values: dict[str, str | list[str]] = field(default_factory=dict)
     at: str | None = None  # the layer that the method is entered for
     reads: list[tuple[ast.expr, int]] = field(default_factory=list)  # expressions, and the op's inputs they stand for
+    chained: dict[int, str] = field(default_factory=dict)  # what inner expressions of a line stand for, by identity
 
     def value(self, node: ast.expr) -> str | None:
         """The value of the program that an expression names, None if it is more than a name."""
+        if id(node) in self.chained:
+            return self.chained[id(node)]
         if isinstance(node, ast.Name):
             bound = self.values.get(node.id)
             return bound if isinstance(bound, str) else None
@@ -77,7 +89,7 @@ class Scope:
         if node.id != "self":
             return None
         path = list(reversed(steps))
-        return ".".join(path[1:] if path[:1] == ["held"] else path)
+        return ".".join(path[1:] if path[:1] == ["module"] else path)
 
     def number(self, node: ast.expr, place: Place) -> float | int | None:
         """What an expression of sizes is for a rank; None if it is none."""
@@ -189,6 +201,25 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
             yield f"{name}={ast.unparse(written)} is in it, and not in the op"
 
 
+def module_faults(count: Op, norm: Op, node: ast.Call, scope: Scope) -> Iterator[str]:
+    """Where `self.batch_norm(x, module, momentum=..., eps=..., over=...)` says something else than its two ops."""
+    module = scope.path(node.args[1])
+    if len(node.args) != 2 or not module:
+        yield "it is no batch norm of a module"
+        return
+    yield from batch_norm_faults(count, norm, module, scope.file.keys)
+    if norm.tensor("input") != scope.value(node.args[0]):
+        yield f"it reads {norm.tensor('input')}"
+    written = dict(keywords(node))
+    for name in ("momentum", "eps"):
+        if name not in written or not scope.means(written.pop(name), norm.argument(name), norm):
+            yield f"{name} is {norm.argument(name)}"
+    over = written.pop("over", None)
+    if norm.argument("axes") != (() if over is None else scope.group(over)):
+        yield f"it is over {norm.argument('axes')}"
+    yield from (f"{name} is not in the op" for name in written)
+
+
 def expected(op: Op, scope: Scope) -> dict[str, Any]:
     """The arguments that a line of an op has to give."""
     spec = spec_of_line(op)
@@ -206,7 +237,7 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
     if name in GROUPS and isinstance(value, tuple) and not aten:
         return scope.group(node) == value if value else _is_constant(node, None)
     if name == spec_of_line(op).state:
-        return isinstance(node, ast.Name) and node.id == value
+        return isinstance(node, ast.Name) and node.id == value and value in scope.file.imported
     if name == "reduction":
         named = REDUCTIONS.get(str(node.value)) if isinstance(node, ast.Constant) else None
         return named == value or scope.means(node, value, op)
@@ -227,7 +258,7 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
 def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], scope: Scope) -> bool:
     if value is None or (name in unsaid and unsaid[name] == value):
         return True
-    if name in ("sharding", "to_sharding") and op.target.startswith(("comm.", "runtime.all_gather_linears")):
+    if name in ("sharding", "to_sharding") and op.target.startswith(EVEN_IF_UNSAID):
         return _is_plain(value, op, scope)
     leaves_out = spec_of_line(op).leaves_out
     if leaves_out is not None:
@@ -238,7 +269,7 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
 def _is_plain(shard: Shard, op: Op, scope: Scope) -> bool:
     """Whether a cut is the even contiguous one, which is what is meant where none is said."""
     parts = 1
-    for axis in op.argument("axes"):
+    for axis in op.argument("classes") or op.argument("axes"):
         parts *= scope.file.program.mesh.sizes[axis]
     return shard.simple(parts) and shard.blocks[0].size == parts
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from ..ir import Op
+from ..ir.paths import word_of
 from ..lower.program import graph_value
-from .layers import Item
+from .grouping import Line
 
 RESERVED = {
     "self",
@@ -29,27 +31,32 @@ RESERVED = {
     *keyword.kwlist,
     *dir(builtins),
 }
-_SUFFIX = re.compile(r"(_\d+)+$")
 
 
 def preferred_name(value: str) -> str:
-    """The word that a value would like to be called."""
-    word = _SUFFIX.sub("", graph_value(value)) or "x"
-    word = re.sub(r"\W", "_", word)
-    return word if word.isidentifier() else f"v_{word}"
+    """The word that a value would like to be called; `sum_` where that is a builtin, as PEP 8 has it."""
+    word = re.sub(r"\W", "_", word_of(graph_value(value)))
+    word = word if word.isidentifier() else f"v_{word}"
+    return f"{word}_" if word in RESERVED else word
 
 
 class Names:
-    """Hands out names along a list of items."""
+    """Hands out names along a list of lines."""
 
-    def __init__(self, items: Sequence[Item], outputs: Iterable[str], taken: Iterable[str]) -> None:
+    def __init__(
+        self, lines: Sequence[Line | Op], outputs: Iterable[str], taken: Iterable[str], kept: Collection[str] = ()
+    ) -> None:
+        """`outputs` are read after the last line, and `kept` right behind the line that makes them."""
         self.taken = RESERVED | set(taken)
         self.last: dict[str, int] = {}
-        for at, item in enumerate(items):
-            for name in item.inputs:
+        for at, line in enumerate(lines):
+            for name in line.inputs:
                 self.last[name] = at
+            for name in line.outputs:
+                if name in kept:
+                    self.last[name] = at
         for name in outputs:
-            self.last[name] = len(items)
+            self.last[name] = len(lines)
         self.bound: dict[str, str] = {}  # word -> the value it stands for now
         self.words: dict[str, str] = {}
 

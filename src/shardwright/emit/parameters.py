@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from ..ir.graph import ITEM_SIZE
-from ..layout import REPLICATE
-from ..lower import LoweredProgram
+from ..ir.paths import numbered_layer
+from ..layout import REPLICATE, Shard
+from ..lower import LoweredProgram, Size
 from ..ops.printing import plain, show_shard
 from ..storage import ParameterSpec
-from .layers import layer_of
+from .sizes import SizeNames
 
 
-def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
-    rows = {spec.name: parameter_text(spec, program) for spec in program.parameters}
+def parameter_table(program: LoweredProgram, class_name: str, sizes: SizeNames) -> Iterator[str]:
+    numbers = {spec.name: parameter_text(spec, program, None) for spec in program.parameters}
+    named = {spec.name: parameter_text(spec, program, sizes) for spec in program.parameters}
     units = {spec.name: spec.unit for spec in program.parameters}
     yield f"PARAMETERS = {{  # key in {class_name}.state_dict() -> how it is stored"
-    for key, text in _starred(rows, units).items():
+    for key, text in _starred(numbers, named, units).items():
         yield f'    "{key}": {text},'
     yield "}"
 
 
-def parameter_text(spec: ParameterSpec, program: LoweredProgram) -> str:
+def parameter_text(spec: ParameterSpec, program: LoweredProgram, sizes: SizeNames | None) -> str:
+    """The entry of a parameter, with the names of sizes or with numbers."""
     parts = program.mesh.sizes
-    shown = [f"shape={_tuple(spec.shape)}"]
+    local = program.sizes_of(spec.value)
+    named = [str(size) for size in spec.shape]
+    if sizes is not None:
+        named = [sizes.text(size.global_size()).replace(" ", "") for size in local]
+    shown = [f"shape=({', '.join(named)}{',' if len(named) == 1 else ''})"]
     shards = []
     for dim, split in enumerate(spec.layout.shards):
-        texts = [f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in split]
+        inner = [None if sizes is None else _inner_sizes(c, local[dim], sizes) for c in split]
+        texts = [
+            f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c, names)
+            for c, names in zip(split, inner, strict=True)
+        ]
         if texts:
             shards.append(f"{dim}: {texts[0] if len(texts) == 1 else '(' + ', '.join(texts) + ')'}")
     if shards:
@@ -48,8 +59,19 @@ def parameter_text(spec: ParameterSpec, program: LoweredProgram) -> str:
     return f"ParameterEntry({', '.join(shown)})"
 
 
-def _tuple(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+def _inner_sizes(shard: Shard, size: Size, names: SizeNames) -> list[str]:
+    """The `inner` of each block by name: 3 * H * E sharded on H is 3 runs of units of h * E elements."""
+    texts = [str(block.inner) for block in shard.blocks]
+    if shard.repeat != 1 or len(size.sections) != len(shard.blocks):
+        return texts
+    for number, (block, section) in enumerate(zip(shard.blocks, size.sections, strict=True)):
+        at = next((at for at, factor in enumerate(section) if factor.axes == (shard.axis,)), len(section))
+        inner = Size((section[at:],))
+        evenly = at < len(section) and section[at].size % block.size == 0
+        if evenly and math.prod(factor.size for factor in section[at:]) == block.size * block.inner:
+            text = names.text(inner).replace(" ", "")
+            texts[number] = texts[number] if "self." in text else text  # where ranks differ, nobody knows it yet
+    return texts
 
 
 def bytes_per_rank(spec: ParameterSpec, sizes: Mapping[str, int]) -> int:
@@ -59,11 +81,11 @@ def bytes_per_rank(spec: ParameterSpec, sizes: Mapping[str, int]) -> int:
     return total * ITEM_SIZE.get(spec.dtype, 4)
 
 
-def _starred(rows: Mapping[str, str], units: Mapping[str, str]) -> dict[str, str]:
-    """Keys that differ only in the layer's number and are held alike, said once."""
+def _starred(numbers: Mapping[str, str], named: Mapping[str, str], units: Mapping[str, str]) -> dict[str, str]:
+    """Keys that differ only in the layer's number and are stored alike, said once: by names that all of them have."""
 
     def star(key: str) -> str:
-        layer = layer_of(key)
+        layer = numbered_layer(key)
         if layer is None:
             return key
         lead = f"{layer[0]}." if layer[0] else ""
@@ -72,13 +94,18 @@ def _starred(rows: Mapping[str, str], units: Mapping[str, str]) -> dict[str, str
     def starred_text(key: str, text: str) -> str:
         return text.replace(f'unit="{units[key]}"', f'unit="{star(units[key])}"')
 
-    texts: dict[str, set[str]] = {}
-    for key, text in rows.items():
-        texts.setdefault(star(key), set()).add(starred_text(key, text))
+    def texts_of(rows: Mapping[str, str]) -> dict[str, set[str]]:
+        texts: dict[str, set[str]] = {}
+        for key, text in rows.items():
+            texts.setdefault(star(key), set()).add(starred_text(key, text))
+        return texts
+
+    in_numbers, in_names = texts_of(numbers), texts_of(named)
     starred: dict[str, str] = {}
-    for key, text in rows.items():
-        alike = len(texts[star(key)]) == 1 and "tied=" not in text
-        starred[star(key) if alike else key] = starred_text(key, text) if alike else text
+    for key, text in named.items():
+        alike = len(in_numbers[star(key)]) == 1 and "tied=" not in text
+        row = text if not alike or len(in_names[star(key)]) == 1 else numbers[key]
+        starred[star(key) if alike else key] = starred_text(key, row) if alike else row
     return starred
 
 
@@ -86,9 +113,9 @@ def unit_ranges(units: list[str]) -> Iterator[str]:
     """Unit names, runs of layers said with a range."""
     at = 0
     while at < len(units):
-        layer = layer_of(units[at])
+        layer = numbered_layer(units[at])
         end = at + 1
-        while layer and end < len(units) and layer_of(units[end]) == (layer[0], layer[1] + end - at):
+        while layer and end < len(units) and numbered_layer(units[end]) == (layer[0], layer[1] + end - at):
             end += 1
         if layer and end - at > 2:
             lead = f"{layer[0]}." if layer[0] else ""

@@ -1,7 +1,8 @@
-"""Names for sizes: B, S, D for whole ones, b, s, d for this rank's share.
+"""Names for sizes: B, S, D for global ones, b, s, d for this rank's share.
 
 An atom gets its letter from what it is in the model (batch, sequence, heads, ...), atoms of
-the same kind and size share a name, so that equal layers have equal text.
+the same kind and size share a name, so that equal layers have equal text. The user's names come first: where `v` is a
+value of the model, this rank's share of V over tp is `V_tp`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Iterable, Iterator
 
 from ..lower import LoweredProgram, Size, SizeFactor
 from ..rules import Analysis
-
-SPARE = "NKLPQUWXYZ"
 
 
 def kinds(analysis: Analysis) -> dict[int, str]:
@@ -23,24 +22,31 @@ def kinds(analysis: Analysis) -> dict[int, str]:
             kinds.setdefault(atom, letter)
 
     mark(analysis.batch_dim, "B")
-    for signature in analysis.signatures.values():
-        kind = signature.op.target.split(".")[1]
+    by_kind = [(signature.op.target.split(".")[1], signature) for signature in analysis.signatures.values()]
+    for kind, signature in by_kind:
         labels = signature.labels
         if "attention" in kind:
             heads = analysis.atoms.expand(labels.get("g", ()))
             mark(heads[:1], "H")
-            for label, letter in (("g", "R"), ("r", "R"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
+            for label, letter in (("g", "G"), ("r", "G"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
                 if label in labels:
                     mark(labels[label], letter)
-        elif kind == "embedding":
-            mark(labels.get("v", ()), "V")
-            mark(labels.get("d", ()), "D")
+    vocabularies: set[int] = set()
+    for kind, signature in by_kind:
+        if kind == "embedding":
+            rows, positions = signature.labels.get("v", ()), signature.op.inputs[1] in analysis.constants
+            mark(rows, "T" if positions else "V")
+            vocabularies |= set() if positions else {analysis.atoms.product(rows)}
+            mark(signature.labels.get("d", ()), "D")
+    for kind, signature in by_kind:
+        if "cross_entropy" in kind:
+            classes = signature.labels.get("c", ())
+            mark(classes, "V" if analysis.atoms.product(classes) in vocabularies else "K")
     for item in analysis.graph.inputs:
         dims = analysis.dims[item.value]
         if len(dims) == 2 and not analysis.graph.values[item.value].floating:
             mark(dims[1], "S")
-    for signature in analysis.signatures.values():
-        kind = signature.op.target.split(".")[1]
+    for kind, signature in by_kind:
         dims = analysis.dims[signature.op.outputs[0]]
         if "norm" in kind and signature.rule is not None and "batch" not in kind and dims:
             mark(dims[-1], "D")
@@ -55,13 +61,15 @@ def kinds(analysis: Analysis) -> dict[int, str]:
 class SizeNames:
     """Hands out names as sizes are printed, and remembers them for the head of the file."""
 
-    def __init__(self, program: LoweredProgram, taken: Iterable[str] = ()) -> None:
+    def __init__(self, program: LoweredProgram, taken: Iterable[str] = (), avoided: Iterable[str] = ()) -> None:
+        """`taken` stand for something else in all of the file, `avoided` only in some methods."""
         self.program = program
         self.kinds = kinds(program.analysis)
         self.whole: dict[tuple[str, int], str] = {}
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
         self.uneven: dict[str, SizeFactor] = {}
-        self.used: set[str] = set(taken)  # names that stand for something else in the file, such as its class
+        self.taken: set[str] = set(taken)  # also by sizes
+        self.avoided: frozenset[str] = frozenset(avoided)
         keys = (*(spec.name for spec in program.parameters), *(b.key for b in program.graph.buffers))
         self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
 
@@ -96,8 +104,8 @@ class SizeNames:
             return total
         key = (letter, factor.size, factor.axes)
         if key not in self.local:
-            clash = self._ragged(factor) and total.lower() in self.parts
-            self.local[key] = self._free(f"{total.lower()}_share" if clash else total.lower())
+            clash = self._is_taken(total.lower()) or (self._ragged(factor) and total.lower() in self.parts)
+            self.local[key] = self._free(f"{total}_{'_'.join(factor.axes)}" if clash else total.lower())
             if self._ragged(factor):
                 self.uneven[self.local[key]] = factor
         name = self.local[key]
@@ -120,10 +128,13 @@ class SizeNames:
 
     def _free(self, preferred: str) -> str:
         name, number = preferred, 2
-        while name in self.used:
+        while self._is_taken(name):
             name, number = f"{preferred}{number}", number + 1
-        self.used.add(name)
+        self.taken.add(name)
         return name
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self.taken or name in self.avoided
 
     def definitions(self) -> Iterator[str]:
         """The lines at the head of the file."""

@@ -27,7 +27,10 @@ from ..ops.reading import dotted, keywords
 from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
-from .meaning import FileNames, Place, Scope, argument_faults
+from .meaning import FileNames, Place, Scope, argument_faults, module_faults
+
+IMPORTS = frozenset({"torch", "F", "runtime", "comm", "shard", "local_size", "R", "ParameterEntry", "Program"})
+"""What files import, as far as they read it. Nothing else may have such a name."""
 
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
@@ -65,7 +68,7 @@ def _compare(program: LoweredProgram, tree: ast.Module) -> None:
         reader.run(graph.name, ops, [entry.value for entry in graph.inputs], outputs)
     outputs = [name for name in program.outputs if name is not None]
     reader.gathered_by = gathered_by
-    reader.updates = list(program.updates)
+    reader.updates = dict(program.updates)
     reader.run("forward", program.body, [entry.value for entry in program.graph.inputs], outputs)
     reader.expect(not reader.updates, methods["forward"], f"the updates {reader.updates} are not in it")
 
@@ -73,18 +76,27 @@ def _compare(program: LoweredProgram, tree: ast.Module) -> None:
 def _names(
     program: LoweredProgram, tree: ast.Module, defined: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]
 ) -> FileNames:
-    """What the top of a file defines."""
-    plain = {
-        node.targets[0].id: node.value
+    """What the top of a file defines, each name once."""
+    assigned = [
+        (node.targets[0].id, node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    ]
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = [alias.asname or alias.name for node in imports for alias in node.names]
+    names = [*(name for name, _ in assigned), *imported]
+    if len(set(names)) < len(names):
+        raise ValueError(f"it defines {', '.join(sorted({name for name in names if names.count(name) > 1}))} twice")
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    if not read & IMPORTS <= set(imported):
+        raise ValueError(f"it does not import {', '.join(sorted(read & IMPORTS - set(imported)))}")
+    plain = dict(assigned)
     uneven = {
         dotted(node.targets[0]).removeprefix("self."): node.value
         for node in (methods["sizes"].body if "sizes" in methods else ())
         if isinstance(node, ast.Assign)
     }
-    keys = {key: holding.value for holding in program.parameters for key in holding.keys}
+    keys = {key: spec.value for spec in program.parameters for key in spec.keys}
     keys |= {buffer.key: buffer.value for buffer in program.graph.buffers}
     return FileNames(
         program=program,
@@ -97,6 +109,7 @@ def _names(
             for name, node in plain.items()
             if isinstance(node, ast.Call) and dotted(node.func) == "runtime.find"
         },
+        imported=frozenset(imported),
         hidden=frozenset({defined.name}),
         places=tuple(_places(program.mesh.axes, bool(uneven))),
     )
@@ -126,7 +139,7 @@ class _TextReader:
         self.program, self.file, self.methods = program, file, methods
         gathered = [spec for spec in program.parameters if spec.storage.shards_parameter]
         self.gathered_by = {spec.value: spec.unit for spec in gathered}  # the unit that holds a value
-        self.updates: list[tuple[str, str]] = []
+        self.updates: dict[str, str] = {}  # that no line was met for yet
         self.coming: list[Op] = []  # ops of the program that no line was met for yet, the next one last
         self.contexts: list[Context] = []
         self.recomputing: dict[str, str | None] | None = None  # the region of the recompute call that runs
@@ -168,6 +181,7 @@ class _TextReader:
     def enter(self, method: ast.FunctionDef, at: str | None, inputs: Sequence[str | None]) -> list[str | None]:
         names = [argument.arg for argument in method.args.args[1:] if argument.arg != "at"]
         self.expect(len(names) == len(inputs) and None not in inputs, method, f"it is called with {inputs}")
+        self.expect(not any(self.file.has(name) for name in names), method, "it takes a name that the file needs")
         scope = Scope(file=self.file, values=dict(zip(names, inputs, strict=True)), at=at)  # type: ignore[arg-type]
         return self.block(method.body, scope)
 
@@ -182,15 +196,26 @@ class _TextReader:
                     scope.at = layer
                     self.block(node.body, scope)
             elif isinstance(node, ast.With):
-                self.contexts = [_context(item.context_expr, scope) for item in node.items]
-                self.block(node.body, scope)
-                self.contexts = []
+                self.within(node, scope)
             elif isinstance(node, ast.Return):
                 items = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] if node.value else []
                 return [scope.value(item) for item in items]
             else:
                 self.expect(False, node, "no line of generated code reads so")
         return []
+
+    def within(self, node: ast.With, scope: Scope) -> None:
+        """A layer whose parameters are gathered for some lines, or lines that run under a mode."""
+        outer, modes = self.contexts, [_context(item.context_expr, scope) for item in node.items]
+        units = [unit for kind, unit in modes if kind == "gathered"]
+        for unit in units:
+            self.expect(unit not in self.gathered, node, f"{unit} is gathered already")
+        self.expect(not units or not outer, node, "it gathers under a mode")
+        self.contexts = [*outer, *(mode for mode in modes if mode[0] != "gathered")]
+        self.gathered |= set(units)
+        self.block(node.body, scope)
+        self.gathered -= set(units)
+        self.contexts = outer
 
     def layers(self, node: ast.expr, scope: Scope) -> list[str]:
         """The layers that a loop goes through: by their numbers, or all that the program has something of."""
@@ -207,28 +232,26 @@ class _TextReader:
         """A line that binds nothing."""
         callee = dotted(node.func)
         if callee in ("self.open", "self.close"):
-            unit = scope.at if dotted(node.args[0]) == "at" else scope.text(node.args[0])
-            self.expect(unit is not None, node, "it names no unit")
-            (self.gathered.add if callee == "self.open" else self.gathered.discard)(str(unit))
+            unit = _unit(node.args[0], scope)
+            opens = callee == "self.open"
+            self.expect((unit in self.gathered) != opens, node, "it is gathered already, or not at all")
+            (self.gathered.add if opens else self.gathered.discard)(unit)
         elif callee == "self.update":
-            self.expect(bool(self.updates), node, "the program updates no more buffers")
-            update = self.updates.pop(0)
-            written = (scope.text(node.args[0]), scope.value(node.args[1]))
-            self.expect(written == update, node, f"the program updates {update}")
+            self.update(node, scope.text(node.args[0]), scope.value(node.args[1]))
         else:
             name, _, verb = callee.rpartition(".")
             values, value = scope.values.get(name), scope.value(node.args[0])
             self.expect(verb == "append" and isinstance(values, list) and value is not None, node, "it does nothing")
             values.append(value)  # type: ignore[union-attr, arg-type]
 
+    def update(self, node: ast.expr, key: str | None, value: str | None) -> None:
+        """A value that a buffer or a parameter gets."""
+        update = self.updates.pop(key or "", None)
+        self.expect(update is not None and value == update, node, f"the program updates {key} by {update}")
+
     def assign(self, node: ast.Assign, target: ast.expr, scope: Scope) -> None:
         words = target.elts if isinstance(target, ast.Tuple) else [target]
         value = node.value
-        if isinstance(target, ast.Attribute):  # self.fixed.x = x
-            name, constant = dotted(target).removeprefix("self."), scope.value(value)
-            self.expect(name not in self.file.fixed and constant is not None, node, "it is no constant of its own")
-            self.file.fixed[name] = str(constant)
-            return
         if isinstance(value, ast.List) and not value.elts:
             scope.values[words[0].id] = []  # type: ignore[attr-defined]
             return
@@ -240,7 +263,10 @@ class _TextReader:
         if method is not None:
             self.bind(node, words, self.method(node, method, scope), scope)
             return
-        op = self.op(node, scope)
+        if isinstance(value, ast.Call) and dotted(value.func) == "self.batch_norm":
+            self.bind(node, words, [self.batch_norm(node, value, scope)], scope)
+            return
+        op = self.chain(node, value, scope)
         several = len(op.outputs) > 1 or returns_list(op)
         self.expect(isinstance(target, ast.Tuple) == several, node, "it takes a list for a tensor, or the other way")
         self.bind(node, words, op.outputs, scope)
@@ -248,8 +274,13 @@ class _TextReader:
     def bind(self, node: ast.AST, words: Sequence[ast.expr], values: Sequence[str], scope: Scope) -> None:
         self.expect(len(words) == len(values), node, f"it binds {len(words)} names to {len(values)} values")
         for word, value in zip(words, values, strict=True):
-            self.expect(isinstance(word, ast.Name), node, "it binds no name")
-            scope.values[word.id] = value  # type: ignore[attr-defined]
+            name = dotted(word)
+            if name.startswith("self.fixed."):
+                self.expect(name[5:] not in self.file.fixed, node, "it is no constant of its own")
+                self.file.fixed[name[5:]] = value
+                continue
+            self.expect(isinstance(word, ast.Name) and not self.file.has(name), node, "it binds no name of its own")
+            scope.values[name] = value
 
     def method(self, node: ast.Assign, name: str, scope: Scope) -> list[str]:
         """A call of a method of the file, perhaps one that is run again in backward."""
@@ -270,16 +301,43 @@ class _TextReader:
         self.expect(None not in returned, node, "it returns something that is no value")
         return [str(value) for value in returned]
 
-    def op(self, node: ast.Assign, scope: Scope) -> Op:
-        """A line that stands for the next op of the program."""
-        self.expect(bool(self.coming), node, "the program ends before it")
-        op = self.coming.pop()
-        before = self.compared.get(id(node))
+    def chain(self, node: ast.Assign, value: ast.expr, scope: Scope) -> Op:
+        """A line of one op, or of several: `x.view(b, S, D).transpose(1, 2)` is a view, and then its transpose."""
+        shown = value.func if isinstance(value, ast.Call) else value
+        inner = shown.value if isinstance(shown, ast.Attribute | ast.Subscript) else None
+        if isinstance(inner, ast.Call | ast.Subscript) and scope.value(inner) is None:
+            (scope.chained[id(inner)],) = self.chain(node, inner, scope).outputs
+        op = self.op(node, value, scope)
+        scope.chained.pop(id(inner), None)
+        return op
+
+    def op(self, node: ast.Assign, value: ast.expr, scope: Scope) -> Op:
+        """An expression that stands for the next op of the program."""
+        op = self.next_op(node)
+        before = self.compared.get(id(value))
         if before is None or not _reads_alike(before, op, scope):
             scope.reads.clear()
-            for fault in (*argument_faults(op, node.value, scope), *self.context_faults(op)):
+            for fault in (*argument_faults(op, value, scope), *self.context_faults(op)):
                 self.expect(False, node, f"it stands for {op}, but {fault}")
-            self.compared[id(node)] = _Compared(op, tuple(scope.reads))
+            self.compared[id(value)] = _Compared(op, tuple(scope.reads))
+        return op
+
+    def batch_norm(self, node: ast.Assign, call: ast.Call, scope: Scope) -> str:
+        """Two ops, the count of batches and the norm, and the updates of all buffers of its module."""
+        count, norm = self.next_op(node), self.next_op(node)
+        faults = [*module_faults(count, norm, call, scope), *self.context_faults(count), *self.context_faults(norm)]
+        for fault in faults:
+            self.expect(False, node, f"it stands for {count} and {norm}, but {fault}")
+        output, mean, var = norm.outputs
+        written = {"num_batches_tracked": count.outputs[0], "running_mean": mean, "running_var": var}
+        for name, value in written.items():
+            self.update(call, f"{scope.path(call.args[1])}.{name}", value)
+        return output
+
+    def next_op(self, node: ast.Assign) -> Op:
+        """The op whose turn it is; it must be in the region that runs, and what it reads must be gathered."""
+        self.expect(bool(self.coming), node, "the program ends before it")
+        op = self.coming.pop()
         region = op.region if self.recomputing is None else self.recomputing.setdefault("region", op.region)
         if region != op.region or (region is None) != (self.recomputing is None):
             self.expect(False, node, f"{op} is in the region {op.region}, and the line in {region}")
@@ -315,7 +373,16 @@ def _context(node: ast.expr, scope: Scope) -> Context:
         return "drawing", str(scope.text(node.args[0]))
     if isinstance(node, ast.Call) and call == "torch.autocast":
         return "autocast", dotted(node.args[1]).removeprefix("torch.")
+    if isinstance(node, ast.Call) and call == "self.gathered":
+        return "gathered", _unit(node.args[0], scope)
     return call, ""
+
+
+def _unit(node: ast.expr, scope: Scope) -> str:
+    unit = scope.at if dotted(node) == "at" else scope.text(node)
+    if unit is None:
+        raise ValueError(f"{ast.unparse(node)} names no unit")
+    return unit
 
 
 def _called(node: ast.Call, methods: Mapping[str, ast.FunctionDef]) -> str | None:

@@ -22,6 +22,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from .mask import MaskStructure
 from .paths import prefixes
 
 ITEM_SIZE = {
@@ -97,6 +98,7 @@ class Op:
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region, else None
     no_grad: bool = False
     draws: bool = False  # random numbers
+    mask: MaskStructure | None = None  # what the mask of attention means, if that is known
 
     def argument(self, name: str, default: Argument = None) -> Argument:
         for key, value in self.arguments:

@@ -1,4 +1,4 @@
-"""A graph as text, one op a line, for people who look for a fault."""
+"""A graph as text, one op per line: what you print to look for a fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _lines(graph: Graph) -> Iterator[str]:
     for op in graph.ops:
         outs = ", ".join(str(graph.values[name]) for name in op.outputs)
         at = f"  # {op.name}" + (f"  {op.source}" if op.source else "")
-        yield f"  {outs} = {op.target}({_arguments(op)}){at}"
+        yield f"  {outs} = {op.target}({show_arguments(op)}){at}"
     for branch in graph.branches.values():
         yield from (f"  {line}" for line in _lines(branch))
     for output in graph.outputs:
@@ -33,7 +33,8 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield f"  output     {result}  as {output.path}{', a number' if output.number else ''}"
 
 
-def _arguments(op: Op) -> str:
+def show_arguments(op: Op) -> str:
+    """The arguments of an op by name, with the names of values in them."""
     return ", ".join(f"{name}={_argument(op, value)}" for name, value in op.arguments)
 
 

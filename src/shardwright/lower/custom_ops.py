@@ -19,14 +19,19 @@ def localize_custom(program: LoweredProgram, op: Op) -> Op:
     return custom_algorithm(program, custom_sizes(program, op))
 
 
-def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
-    """A call of the user's algorithm, where one does the split."""
+def axes_by_algorithm(program: LoweredProgram, op: Op) -> dict[str, str]:
+    """The axes along which an algorithm does the split of an op, with the label that each splits."""
     signature = program.analysis.signatures.get(op.name)
     if signature is None or signature.rule is None or not signature.rule.algorithms:
-        return op
+        return {}
     chosen = (program.choices or {}).get(op.name, {})
     labels = {role.name: role.label for role in signature.roles if role.label in signature.rule.algorithms}
-    axes = {axis: labels[chosen[axis]] for axis in program.mesh.names if chosen.get(axis) in labels}
+    return {axis: labels[chosen[axis]] for axis in program.mesh.names if chosen.get(axis) in labels}
+
+
+def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
+    """A call of the user's algorithm, where one does the split."""
+    axes = axes_by_algorithm(program, op)
     if not axes:
         return op
     if len(axes) > 1:
@@ -34,6 +39,7 @@ def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
             f"{op}: a custom algorithm splits on one axis only, and the plan asks for {', '.join(axes)}"
         )
     ((axis, label),) = axes.items()
+    signature = program.analysis.signatures[op.name]
     by_name = not op.target.startswith("call.")  # a library op leaves defaults out
     arguments = (
         ("path", op.target),

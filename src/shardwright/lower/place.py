@@ -38,7 +38,7 @@ class PlacementTask:
     mode        "per_replica" if each data-parallel replica passes its own samples
     entering    values received from other segments, with their layout over microbatches
     leaving     values sent to other segments, in the layouts those want; None: as they are produced
-    title       what it is, for the head of the file: "segment 0 of 2"; `header` has more lines for it
+    title       what it is, for the head of the file: "stage 0 of 2"; `header` has more lines for it
     stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
     """
 

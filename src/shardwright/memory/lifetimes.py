@@ -1,8 +1,9 @@
 """How long generated code holds on to a value: until its name is bound again, or its method returns.
 
-x = F.linear(y, ...)      a value whose last use is over lives on under its name,
-x = F.gelu(x)             until the name is given to another one (see `emit/names.py`),
-return x                  at most until the method of the layer returns
+x = F.linear(y, ...)           a value whose last use is over lives on under its name,
+x = F.gelu(x)                  until the name is given to another one (see `emit/names.py`),
+x = x.view(...).transpose(1)   unless it has none: it goes with the op that reads it,
+return x                       at most until the method of the layer returns
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def deaths(program: RankProgram) -> list[list[int]]:
         for number in step.outputs:
             if program.tensors[number].fixed:
                 continue
-            if last[number] == at:  # nobody reads it
-                dying[at].append(number)
+            if last[number] == at or not program.tensors[number].word:  # nobody reads it, or the next step alone
+                dying[last[number]].append(number)
             else:
                 bind(inner if scope else outer, number, at)
     end = len(program.steps) - 1

@@ -61,9 +61,7 @@ def simulate_stage_memory(
         replace(parameter, storage=parameter.storage.while_accumulating()) for parameter in program.parameters
     ]
     program.parameters[:] = [
-        parameter
-        if parameter.storage.shards_parameter or not parameter.trainable
-        else replace(parameter, sums=(MB,))
+        parameter if parameter.storage.shards_parameter or not parameter.trainable else replace(parameter, sums=(MB,))
         for parameter in parameters
     ]
     line = MemoryTimeline(program, training, traits)

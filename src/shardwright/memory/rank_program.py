@@ -7,10 +7,9 @@ fused, done in place or computed once. What each op saves for backward and alloc
 from __future__ import annotations
 
 import math
-import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -20,18 +19,18 @@ from ..cost.strides import strides_of
 from ..cost.training import ON_CPU, BackendTraits, TrainingSetup
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
-from ..ir.paths import layer_of
+from ..ir.paths import layer_of, word_of
 from ..layout import REPLICATE, Layout
 from ..lower import LoweredProgram, reshard_kind
 from ..lower.program import graph_value
 from ..lower.tidy import SHARES
 from ..ops import spec_of
 from ..ops.contexts import SavedForBackward
+from ..ops.views import follows_view
 from ..storage import Replicated, Storage
 from .flow import Flow, GradientFlow, ReshardMemory, flow, reshard_memory
 
 FRESH, NONE = GradientFlow.FRESH, GradientFlow.NONE
-_SUFFIX = re.compile(r"(_\d+)+$")
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class RankTensor:
     bytes: float
     gradient: bool
     shape: tuple[int, ...] = ()
-    word: str = ""  # what generated code calls it
+    word: str = ""  # what generated code calls it; nothing for a view that has no name
     parameter: str | None = None
     fixed: bool = False  # lives for ever: a parameter, an input, a constant
 
@@ -135,6 +134,7 @@ class ProgramReader:
         self.numbers: dict[str, int] = {}  # of tensors, by value
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
         self.known: dict[object, OpMemory] = {}  # ops that are alike are looked at once
+        self.reads = Counter(name for op in program.body for name in op.inputs)
         self.result = RankProgram()
 
     def run(self) -> RankProgram:
@@ -148,11 +148,22 @@ class ProgramReader:
             self._new(name, fixed=True)
         self._read_constants()
         self._read_parameters()
+        before: Op | None = None
         for op in program.body:
+            if before is not None and self._is_chained(before, op):
+                result.tensors[self.numbers[op.inputs[0]]].word = ""
             result.steps.append(self._step(op))
+            before = op
         leaving = (*(name for name in program.outputs if name is not None), *(name for _, name in program.updates))
         result.outputs += [self.numbers[name] for name in leaving]
         return result
+
+    def _is_chained(self, view: Op, op: Op) -> bool:
+        """Whether a view has no name in generated code: only the view after it reads it, in the same line."""
+        if op.inputs != view.outputs or not follows_view(view, op):
+            return False
+        alone = self.reads[op.inputs[0]] == 1 and op.inputs[0] not in self.program.needed()
+        return alone and (view.region, view.autocast, view.no_grad) == (op.region, op.autocast, op.no_grad)
 
     def _elements(self, name: str) -> float:
         key = self.values[name].shape, self.layouts[name]
@@ -163,7 +174,8 @@ class ProgramReader:
     def _new(self, name: str, fixed: bool = False, parameter: str | None = None) -> int:
         value = self.values[name]
         size = self._elements(name) * self.training.item(value)
-        self.result.tensors.append(RankTensor(size, value.gradient, value.shape, _word(name), parameter, fixed))
+        word = word_of(graph_value(name))
+        self.result.tensors.append(RankTensor(size, value.gradient, value.shape, word, parameter, fixed))
         self.numbers[name] = number = len(self.result.tensors) - 1
         return number
 
@@ -295,8 +307,3 @@ class ProgramReader:
         of_weights = sum(tensors[n].bytes for n, how in zip(weights, back[1:], strict=True) if how is FRESH)
         again = max(full + gather.backward - of_weights, full)
         return self._run(op, inputs, outputs, back, saved=weights, extra=full, work=gather.forward, backward_work=again)
-
-
-@lru_cache(maxsize=2**16)
-def _word(name: str) -> str:
-    return _SUFFIX.sub("", graph_value(name))

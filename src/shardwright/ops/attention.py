@@ -113,6 +113,10 @@ def saved_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] 
     if call.op.argument("dropout_p", 0.0):  # softmax, the mask that drops, what is left
         copies = sum(tensor.bytes for tensor, is_flat in zip((query, key, value), flat, strict=False) if not is_flat)
         own = tuple(flat[:3])
+        if len(shape) > 2 and call.op.argument("enable_gqa", False):  # the KV heads and values, repeated
+            groups = shape[-3] / max(signature.analysis.graph.values[call.op.inputs[1]].shape[-3], 1)
+            repeated = groups * (key.bytes + value.bytes)
+            copies, own = repeated + (0.0 if flat[0] else query.bytes), (flat[0], False, False)
         return SavedForBackward((*own, *rest), (False,), copies + scores * 2 + queries * keys)
     if mask is not None and mask.gradient:  # scaled copies of q and k, softmax
         return SavedForBackward((False, False, True, *rest), (False,), query.bytes + key.bytes + scores)
@@ -137,6 +141,7 @@ def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
 
 define("scaled_dot_product_attention", rule=attention, keyed=True, localize=local_attention, kernel=Kernel.ATTENTION,
        keeps_order=True, saved=saved_attention, work=scores_work, prints=print_attention, positional=3,
+       result="attention",
        reads="F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
        unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,

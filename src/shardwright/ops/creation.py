@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ir import Dtype
-from .contexts import TracedCall
+from ..ir import Dtype, Op
+from .contexts import ProgramOnRank, TracedCall
 from .pointwise import elementwise
-from .printing import function
+from .printing import Printing, function
 from .spec import Kernel, define
 
 
@@ -53,8 +53,36 @@ def canonical_fill(call: TracedCall) -> list[str]:
     return call.emit("aten.full.default", size=call.info.shape, fill_value=value, dtype=dtype)
 
 
-define("arange full ones zeros", canonical=canonical_creation, kernel=Kernel.CREATION, prints=function)
-define("empty eye linspace scalar_tensor", canonical=canonical_creation, kernel=Kernel.CREATION)
+# -- on a rank, where they are made whole, and in generated code
+
+
+def local_range(program: ProgramOnRank, op: Op) -> Op:
+    counts = op.target == "aten.arange.default" and type(op.argument("end")) is int
+    return op.with_arguments(end=program.sizes_of(op.outputs[0])[0]) if counts else op
+
+
+def local_filled(program: ProgramOnRank, op: Op) -> Op:
+    return op.with_arguments(size=program.sizes_of(op.outputs[0])) if op.argument("size") else op
+
+
+def print_range(p: Printing) -> str:
+    """Whole numbers are int64 anyway."""
+    whole = p.op.target == "aten.arange.default" and type(p.literal("end")) is not float
+    return f"torch.arange({p['end']})" if whole and p.literal("dtype") == "int64" else function(p)
+
+
+def counts_by_itself(op: Op, name: str, value: Any) -> bool:
+    """Whether torch takes a dtype by itself: int64, if there is no float among the numbers."""
+    return name == "dtype" and value == "int64" and not any(isinstance(number, float) for _, number in op.arguments)
+
+
+# -- definitions
+
+
+CREATION = {"canonical": canonical_creation, "kernel": Kernel.CREATION}
+define("arange", localize=local_range, prints=print_range, leaves_out=counts_by_itself, **CREATION)
+define("full ones zeros", localize=local_filled, prints=function, **CREATION)
+define("empty eye linspace scalar_tensor", **CREATION)
 define("tril_indices triu_indices", kernel=Kernel.CREATION)
 define("new_full new_ones new_zeros", canonical=canonical_new, saved="")
 define("empty_strided new_empty new_empty_strided", canonical=canonical_new)

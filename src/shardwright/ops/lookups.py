@@ -14,7 +14,7 @@ from ..rules.signature import Signature
 from .contexts import LocalCall, ProgramOnRank, RankRun, RuntimeArguments
 from .localizing import one_cut
 from .parts import takes_all
-from .printing import Printing, axes_text, function
+from .printing import Printing, axes_text, function, plain
 from .reading import Arguments, UnreadableLineError, as_tuple
 from .spec import Kernel, define
 
@@ -199,7 +199,7 @@ def local_embedding(program: ProgramOnRank, op: Op) -> Op:
         return op
     axes, shard = one_cut(program, op, "the rows of a table", weight.shards[0])
     return replace(op, target="runtime.embedding_rows").with_arguments(
-        axes=axes, sharding=shard, rows=program.values[op.inputs[0]].shape[0]
+        axes=axes, sharding=shard, rows=program.sizes_of(op.inputs[0])[0].global_size()
     )
 
 
@@ -213,10 +213,10 @@ def print_embedding(p: Printing) -> str:
 
 
 def print_embedding_rows(p: Printing) -> str:
-    return (
-        f"runtime.embedding_rows({p['indices']}, {p['weight']}, {axes_text(p.literal('axes'))}, {p['sharding']}, "
-        f"rows={p['rows']}{_padding(p)})"
-    )
+    axes = p.literal("axes")
+    sharding = "" if plain(p.literal("sharding"), p.many(axes)) else f", {p['sharding']}"
+    shown = f"{p['indices']}, {p['weight']}, {axes_text(axes)}{sharding}"
+    return f"runtime.embedding_rows({shown}, rows={p['rows']}{_padding(p)})"
 
 
 def leaves_out_padding(op: Op, name: str, value: Any) -> bool:

@@ -15,7 +15,7 @@ from ..rules.signature import Signature
 from .contexts import AlgorithmCollective, LocalCall, Passes, ProgramOnRank, RankRun, RuntimeArguments
 from .localizing import cut_axes, divided, in_mesh_order, one_cut, split_axes
 from .norms import WIDE
-from .printing import REDUCTIONS, Printer, Printing, axes_text
+from .printing import REDUCTIONS, Printer, Printing, axes_text, plain
 from .spec import Kernel, define
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -125,7 +125,7 @@ def local_cross_entropy(program: ProgramOnRank, op: Op) -> Op:
         return op
     result = replace(op, target="runtime.cross_entropy").with_arguments(rows=in_mesh_order(program, rows))
     if classes:
-        total = program.values[op.inputs[0]].shape[at]
+        total = program.sizes_of(op.inputs[0])[at].global_size()
         axes, shard = one_cut(program, op, "classes", classes)
         result = result.with_arguments(classes=axes, sharding=shard, size=total)
     return result
@@ -157,7 +157,9 @@ def print_cross_entropy(p: Printing) -> str:
     if rows:
         shown.append(f"rows={axes_text(rows)}")
     if classes:
-        shown += [f"classes={axes_text(classes)}", f"sharding={p['sharding']}", f"size={p['size']}"]
+        even = plain(p.literal("sharding"), p.many(classes))
+        shown += [f"classes={axes_text(classes)}", *([] if even else [f"sharding={p['sharding']}"])]
+        shown.append(f"size={p['size']}")
     shown += _which_labels(p)
     if reduction != MEAN:
         shown.append(f"reduction={REDUCTIONS[reduction]}")
@@ -262,14 +264,14 @@ def send_loss(
 LABELS = {"ignore_index": -100, "reduction": MEAN}
 SMOOTHED = {**LABELS, "label_smoothing": 0.0}
 define("cross_entropy_loss", rule=cross_entropy, localize=local_cross_entropy, kernel=Kernel.CROSS_ENTROPY,
-       saved=saved_cross_entropy, saved_extra=log_softmax_bytes, work=logits_work, collectives=send_loss,
+       result="loss", saved=saved_cross_entropy, saved_extra=log_softmax_bytes, work=logits_work, collectives=send_loss,
        prints=print_cross_entropy, positional=2, unsaid=SMOOTHED,
        reads="F.cross_entropy(self, target, weight, ignore_index, reduction, label_smoothing)")  # fmt: skip
 define("runtime.cross_entropy", prints=print_cross_entropy, positional=2, unsaid=SMOOTHED, runs=run_cross_entropy,
        reads="runtime.cross_entropy(self, target, rows, classes, sharding, size, weight, ignore_index, reduction, "
              "label_smoothing, count, whole)")  # fmt: skip
 define("nll_loss nll_loss_nd", rule=nll_loss, localize=local_nll_loss, saved="0 1", collectives=send_loss,
-       passes=Passes(inputs=0, gradients=1))  # one score a row is read, zeros are written for all  # fmt: skip
+       result="loss", passes=Passes(inputs=0, gradients=1))  # reads one score a row, writes zeros for all  # fmt: skip
 define("nll_loss2d", saved="0 1")
 define("runtime.nll_loss", prints=print_cross_entropy, positional=2, unsaid=LABELS, runs=run_nll_loss,
        reads="runtime.nll_loss(self, target, rows, weight, ignore_index, reduction, count, whole)")  # fmt: skip
@@ -279,7 +281,7 @@ define("runtime.count_labels", prints=print_count_labels, positional=1, unsaid={
        reads="runtime.count_labels(target, weight, ignore_index)")  # fmt: skip
 define("call.shardwright.capture.tracing.ctc_loss.ctc_losses", rule=ctc_losses)
 
-ELEMENTWISE = {"rule": elementwise_loss, "localize": local_loss}
+ELEMENTWISE = {"rule": elementwise_loss, "localize": local_loss, "result": "loss"}
 FORM = {"positional": 2, "unsaid": {"reduction": MEAN}}
 define("mse_loss", saved="0 1", prints=print_loss("mse_loss"), reads="F.mse_loss(self, target, reduction)",
        **ELEMENTWISE, **FORM)  # fmt: skip
@@ -290,5 +292,5 @@ define("smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with
 define("kl_div", saved="1", **ELEMENTWISE)
 define("poisson_nll_loss hinge_embedding_loss margin_ranking_loss", **ELEMENTWISE)
 define("cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", rule=row_loss,
-       localize=local_loss)  # fmt: skip
+       localize=local_loss, result="loss")  # fmt: skip
 define("cosine_similarity pairwise_distance", rule=along_one)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..ir import Op
 from ..layout import Mesh
@@ -31,7 +32,6 @@ WIDE = {"float64": 8}
 """Sums are made in float32, or wider."""
 
 # -- rules
-
 
 
 def trailing_norm(call: OpCall) -> Rule:
@@ -179,6 +179,43 @@ def read_batch_norm(op: Op, node: ast.expr) -> Arguments:
     return read_form(op, node, f"runtime.batch_norm({names})")
 
 
+STATE = ("weight", "bias", "running_mean", "running_var")
+"""What a batch norm takes from its module."""
+
+
+def module_of_batch_norm(count: Op, norm: Op, keys: Mapping[str, str], updates: Mapping[str, Any]) -> str | None:
+    """The module of a batch norm in training and the count of batches before it, if they can be printed by it.
+
+    keys      the values of parameters and buffers, by key
+    updates   the keys that values are written to
+    """
+    if norm.target != "runtime.batch_norm" or len(norm.outputs) != 3 or count.target != "aten.add.Tensor":
+        return None
+    key = updates.get(norm.outputs[1], ("",))[0]
+    module = key.removesuffix(".running_mean")
+    if not module or module == key or norm.argument("momentum") is None or count.argument("other") != 1:
+        return None
+    if count.inputs != (keys.get(f"{module}.num_batches_tracked"),):
+        return None
+    return module if all(norm.tensor(name) == keys.get(f"{module}.{name}") for name in STATE) else None
+
+
+def batch_norm_faults(count: Op, norm: Op, module: str, keys: Mapping[str, str]) -> Iterator[str]:
+    """Where a line says a batch norm of a module, and the two ops that it stands for are something else."""
+    counted = dict(count.arguments)
+    if count.target != "aten.add.Tensor" or counted.get("other") != 1 or counted.get("alpha", 1) != 1:
+        yield "its first op does not add one"
+    if count.inputs != (keys.get(f"{module}.num_batches_tracked"),):
+        yield "its first op does not count the batches of the module"
+    if norm.target != "runtime.batch_norm" or len(norm.outputs) != 3 or norm.argument("training", True) is not True:
+        yield "its second op is no batch norm in training"
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if norm.tensor(name) != keys.get(f"{module}.{name}"):
+            yield f"its {name} is {norm.tensor(name)}"
+    known = {"input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "axes"}
+    yield from (f"{name} is not in it" for name, value in norm.arguments if name not in known and value is not None)
+
+
 def run_batch_norm(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.batch_norm(
         a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], True, a["momentum"], a["eps"],
@@ -215,8 +252,9 @@ def group_statistics(call: LocalCall, signature: Signature) -> float:
 
 # statistics first, then the values: x is read twice, and dy and x are read twice
 TWICE = {"saved": "0", "passes": Passes(inputs=2, results=2, gradients=3, kernels=2)}
-BATCH = {"localize": local_batch_norm, "collectives": send_statistics, "work": (1.0, 3.0), **TWICE}
-define("batch_norm", rule=batch_norm, canonical=canonical_batch_norm, saved_extra=channel_statistics, **BATCH)
+BATCH = {"result": "norm", "localize": local_batch_norm, "collectives": send_statistics, "work": (1.0, 3.0), **TWICE}
+define("batch_norm", rule=batch_norm, canonical=canonical_batch_norm, saved_extra=channel_statistics, prints=function,
+       **BATCH)  # fmt: skip
 define("_native_batch_norm_legit_functional", rule=batch_norm, saved_extra=channel_statistics, gradient="first",
        **BATCH)  # fmt: skip
 define("_native_batch_norm_legit", rule={"no_stats": batch_norm}, gradient="first", **BATCH)

@@ -13,7 +13,7 @@ from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall
 from . import strides
 from .contexts import ProgramOnRank, TracedCall, ViewWrite
-from .printing import Printing, dims_method
+from .printing import Printing, dims_method, function
 from .reading import Arguments, UnreadableLineError, read_form
 from .spec import Kernel, define
 
@@ -286,24 +286,25 @@ def _is_open(end: Any) -> bool:
 
 # -- definitions
 
-PART = {"kernel": Kernel.PART, "saved": ""}
+PART = {"kernel": Kernel.PART, "saved": "", "result": "0"}
 """A view on some of the elements; backward fills the rest with zeros."""
 
 define("slice", rule={"Tensor": slice_}, canonical=canonical_slice, view=strides.sliced, write_back=write_slice,
        localize=local_slice, prints=print_slice, reads=read_slice, unsaid={"start": 0, "step": 1},
-       leaves_out=lambda op, name, value: name == "end" and _is_open(value), **PART)  # fmt: skip
+       leaves_out=lambda op, name, value: name == "end" and _is_open(value), chains=True, **PART)  # fmt: skip
 define("narrow", canonical=canonical_slice, view=strides.as_it_is, write_back=write_split, **PART)
 define("select", rule={"int": select}, view=strides.selected, write_back=write_select, prints=print_select,
-       reads=read_select, unsaid={"dim": 0}, **PART)  # fmt: skip
+       reads=read_select, unsaid={"dim": 0}, chains=True, **PART)  # fmt: skip
 define("unbind", rule={"int": unbind}, view=strides.selected, write_back=write_unbound, returns_list=True,
-       prints=dims_method("unbind", "dim"), reads="x.unbind(dim)", **PART)  # fmt: skip
+       prints=dims_method("unbind", "dim"), reads="x.unbind(dim)", chains=True, **PART)  # fmt: skip
 
 SPLIT = {"canonical": canonical_split, "view": strides.as_it_is, "returns_list": True, **PART}
-SECTIONS = {"localize": local_split, "write_back": write_split, "prints": print_split, "unsaid": {"dim": 0}}
+SECTIONS = {"localize": local_split, "write_back": write_split, "prints": print_split, "unsaid": {"dim": 0},
+            "chains": True}  # fmt: skip
 define("split", rule={"Tensor": split}, reads="x.split(split_size, dim)", **SPLIT, **SECTIONS)
 define("split_with_sizes", rule=split, reads="x.split(split_sizes, dim)", **SPLIT, **SECTIONS)
 define("chunk", write_back=write_split, prints=dims_method("chunk", "chunks", "dim"), reads="x.chunk(chunks, dim)",
-       **SPLIT)  # fmt: skip
+       chains=True, **SPLIT)  # fmt: skip
 define("tensor_split", **SPLIT)
 define("unsafe_chunk unsafe_split unsafe_split_with_sizes", canonical=canonical_split, returns_list=True)
 define("dsplit hsplit vsplit gradient nonzero_numpy split_copy split_with_sizes_copy unbind_copy", returns_list=True)
@@ -312,5 +313,5 @@ define("unfold", rule=unfold, view=strides.as_it_is, **PART)
 define("unfold_copy", rule=unfold)
 define("diagonal", rule=diagonal, view=strides.as_it_is, write_back=write_diagonal, kernel=Kernel.VIEW, saved="")
 define("diagonal_copy linalg_diagonal", rule=diagonal)
-define("slice_scatter", rule=scatter_slice, canonical=canonical_slice_scatter, saved="")
-define("select_scatter", rule=scatter_slice, saved="")
+define("slice_scatter", rule=scatter_slice, canonical=canonical_slice_scatter, saved="", prints=function)
+define("select_scatter", rule=scatter_slice, saved="", prints=function)

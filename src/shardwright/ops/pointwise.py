@@ -168,7 +168,7 @@ def print_cast(p: Printing) -> str:
     return f"{bracketed(p.first())}.to({p['dtype']})"
 
 
-CAST = {"canonical": canonical_cast, "keeps_order": True, "saved": "", "passes": GRADIENT_ONLY}
+CAST = {"canonical": canonical_cast, "keeps_order": True, "saved": "", "passes": GRADIENT_ONLY, "result": "0"}
 define("_to_copy", rule=cast, prints=print_cast, reads="x.to(dtype)", **CAST)
 define("_autocast_to_full_precision _autocast_to_reduced_precision", canonical=canonical_cast)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import keyword
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
@@ -90,12 +90,15 @@ class Printing:
         return math.prod(self.parts[axis] for axis in axes)
 
 
-def show_shard(shard: Shard) -> str:
-    """A shard as generated code says it: shard("tp"), shard("tp", 3, 8, 32), shard("tp", (1, 4, 8), (1, 2, 8))."""
-    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in shard.blocks]
+def show_shard(shard: Shard, inner: Sequence[str] | None = None) -> str:
+    """A shard as generated code says it: shard("tp"), shard("tp", 3, 8, 32), shard("tp", (1, 4, 8), (1, 2, 8)).
+
+    `inner` are names for the last number of each block.
+    """
+    last = inner or [str(block.inner) for block in shard.blocks]
+    blocks = [f"({block.outer}, {block.size}, {text})" for block, text in zip(shard.blocks, last, strict=True)]
     if len(shard.blocks) == 1:
-        (block,) = shard.blocks
-        blocks = [str(block.outer), str(block.size), str(block.inner)]
+        blocks = [blocks[0].strip("()")]
     repeat = f", repeat={shard.repeat}" if shard.repeat != 1 else ""
     return f'shard("{shard.axis}", {", ".join(blocks)}{repeat})'
 

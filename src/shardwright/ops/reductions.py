@@ -122,7 +122,7 @@ define("nansum", rule=reduce_dims, saved="", passes=GRADIENT_ONLY)
 define("count_nonzero", rule={"default dim_IntList": reduce_dims})
 define("amax amin", rule=extreme, saved="0 r", prints=function)
 define("max min", rule={"default": extreme, "dim": blocked_reduction, "other": plain}, keeps_order=True,
-       saved=saved_extreme)  # fmt: skip
+       saved=saved_extreme, prints=function)  # fmt: skip
 define("var", rule={"correction default dim": blocked_reduction}, saved="0", prints=function)
 define("std", rule={"correction default dim": blocked_reduction}, saved="0")
 define("std_mean var_mean", rule={"correction default dim": blocked_reduction}, saved="0 r")

@@ -9,6 +9,7 @@ from ..rules.notation import Rule
 from ..rules.registry import OpCall
 from ..rules.signature import Signature
 from .contexts import LocalCall
+from .printing import function, functional
 from .spec import Kernel, define
 
 
@@ -119,12 +120,16 @@ def saved_adaptive_pool(call: LocalCall, signature: Signature, flat: Sequence[bo
 
 
 POOL = {"rule": pool, "kernel": Kernel.POOLING}
-define("max_pool2d", saved="0", saved_extra=lambda call, signature: 8 * call.outputs[0].elements, **POOL)
-define("max_pool1d max_pool3d", saved="0", **POOL)
+define(
+    "max_pool2d", saved="0", prints=function, saved_extra=lambda call, signature: 8 * call.outputs[0].elements, **POOL
+)
+define("max_pool1d max_pool3d", saved="0", prints=function, **POOL)
 define("max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d "
        "adaptive_max_pool2d adaptive_max_pool3d", **POOL)  # fmt: skip
 define("avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", rule=pool, saved="0")
-define("adaptive_avg_pool2d", rule=pool, saved=saved_adaptive_pool)
+define("adaptive_avg_pool2d", rule=pool, saved=saved_adaptive_pool, result="pool",
+       reads="F.adaptive_avg_pool2d(self, output_size)",
+       prints=functional("adaptive_avg_pool2d", "self", "output_size"))  # fmt: skip
 define("adaptive_avg_pool1d adaptive_avg_pool3d _adaptive_avg_pool3d", rule=pool)
 define("max_unpool2d max_unpool3d", rule=unpool)
 

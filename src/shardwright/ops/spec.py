@@ -11,10 +11,10 @@ Names are those of aten without their overload ("add"); ops of other libraries, 
 the user's are named in full ("runtime.dropout"). What differs between the overloads of an op is
 said by overload: `rule={"Tensor": add, "Scalar": elementwise}`.
 
-    capture/   canonical, write_back, dense, gradient
+    capture/   canonical, write_back, dense, gradient, result
     rules/     rule, keyed
     lower/     localize, dense, fresh, folds_bias, delays_weights
-    emit/      operator, prints, reads and what belongs to them, returns_list
+    emit/      operator, prints, reads and what belongs to them, chains, returns_list
     cost/      time: kernel, passes, operands, flops, collectives
                memory: saved, saved_extra, flattens, view, turns, may_copy, keeps_order, back, work
     verify/    runs
@@ -95,6 +95,7 @@ class OpSpec:
     folds_bias      a bias added to its result right after it becomes its argument
     delays_weights  gradients of its weights can be computed later (`weights.` ops)
     gradient        which outputs may have a gradient
+    result          what its result is called where the user's code has no name for it; "0": as its first input
     operator        the sign of Python that it prints as
     prints, reads   its call in generated code, written and read back; one is never derived from the other
     positional      how many arguments of `reads` are given by position
@@ -103,6 +104,7 @@ class OpSpec:
     unprinted       arguments for the plan, which a line does not have
     expects         arguments of a line that are not those of the op
     leaves_out      whether a line may leave out an argument
+    chains          a view that prints as a method of its input, so that several may stand in one line
     state           for a reshard that is said with a state (`dst=R`): the keyword
     returns_list    it returns a list, be it of one tensor
     kernel          what runs it; for an op that is not aten's, None says: a matmul if it has the arithmetic of one
@@ -134,6 +136,7 @@ class OpSpec:
     folds_bias: bool = False
     delays_weights: bool = False
     gradient: Literal["all", "first", "none"] = "all"
+    result: str | None = None
     operator: Mapping[str, str] = field(default_factory=dict)
     prints: Printer | None = None
     reads: str | Reader | None = None
@@ -143,6 +146,7 @@ class OpSpec:
     unprinted: tuple[str, ...] = ()
     expects: Callable[[Op, dict[str, Any], Mapping[str, str]], dict[str, Any]] | None = None
     leaves_out: Callable[[Op, str, Any], bool] | None = None
+    chains: bool = False
     state: str | None = None
     returns_list: bool = False
     kernel: Kernel | None = None

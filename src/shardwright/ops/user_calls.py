@@ -1,6 +1,6 @@
 """Ops that are calls of the user's own Python: opaque submodules, branches and loops over data.
 
-They have no rule, and so run whole on every device, except for an opaque submodule that is
+They have no rule, and so run replicated on every device, except for an opaque submodule that is
 said to have independent rows (dim 0 of what it takes and returns may be split) and a layer
 of experts, which brings its rule along.
 """
@@ -66,7 +66,7 @@ def local_opaque(program: ProgramOnRank, op: Op) -> Op:
     split = [axis for axis in cut_axes(program.layouts[op.outputs[0]]) if not program.varies_in_time(axis)]
     axes = in_mesh_order(program, tuple(split))
     op = op.with_arguments(axes=axes) if axes else op
-    stacked = [program.layouts[op.inputs[slot.index]].shards for slot in op.argument("held")]
+    stacked = [program.layouts[op.inputs[slot.index]].shards for slot in op.argument("state")]
     expert_shards = [shards[0] for shards in stacked if shards and shards[0]] if op.argument("rule") else []
     if not expert_shards:
         return op
@@ -83,8 +83,8 @@ def print_opaque(p: Printing) -> str:
     """A part of the user's model that stays as it is; it takes its parameters from the stage, except those named."""
     p.skip("batch", "rule")  # they say how it may be split
     shown = [p["op_key"], *(p.show(slot) for slot in p.literal("tensors"))]
-    passed = [f'"{name}": {p.show(slot)}' for name, slot in zip(p.literal("names"), p.literal("held"), strict=True)]
-    shown += [f"held={{{', '.join(passed)}}}"] if passed else []
+    passed = [f'"{name}": {p.show(slot)}' for name, slot in zip(p.literal("names"), p.literal("state"), strict=True)]
+    shown += [f"state={{{', '.join(passed)}}}"] if passed else []
     shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
     if p.literal("home"):
         shown += [f"home={axes_text(p.literal('home'))}", f"sharding={p['sharding']}"]
@@ -96,18 +96,22 @@ def read_opaque(op: Op, node: ast.expr) -> Arguments:
     callee = "self.experts" if op.target == "runtime.experts" else "self.opaque"
     if not isinstance(node, ast.Call) or dotted(node.func) != callee:
         raise UnreadableLineError(f"it is no call of {callee}")
-    read: Arguments = {"op_key": node.args[0], "tensors": as_tuple(node.args[1:]), "held": ast.Dict(keys=[], values=[])}
+    read: Arguments = {
+        "op_key": node.args[0],
+        "tensors": as_tuple(node.args[1:]),
+        "state": ast.Dict(keys=[], values=[]),
+    }
     return read | {{"over": "axes"}.get(name, name): value for name, value in keywords(node)}
 
 
 def expects_own_parameters(op: Op, arguments: dict[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
     """A line names the parameters that the part would not find under their own keys; `values` has those of keys."""
     lead = op.argument("op_key").split("@")[0]
-    pairs = zip(op.argument("names"), op.argument("held"), strict=True)
+    pairs = zip(op.argument("names"), op.argument("state"), strict=True)
     named = {
         name: slot for name, slot in pairs if values.get(f"{lead}.{name}" if lead else name) != op.inputs[slot.index]
     }
-    return {**arguments, "held": named}
+    return {**arguments, "state": named}
 
 
 def print_cond(p: Printing) -> str:
@@ -129,12 +133,12 @@ def expects_operands(op: Op, arguments: dict[str, Any], values: Mapping[str, str
 
 
 def print_scan(p: Printing) -> str:
-    return f"runtime.scan(self.{p.literal('step')}, {p['init']}, {p['xs']}, {p['held']})"
+    return f"runtime.scan(self.{p.literal('step')}, {p['init']}, {p['xs']}, {p['captured']})"
 
 
 def print_while_loop(p: Printing) -> str:
     bodies = f"self.{p.literal('test')}, self.{p.literal('body')}"
-    return f"runtime.while_loop({bodies}, {p['carried']}, {p['held']})"
+    return f"runtime.while_loop({bodies}, {p['carried']}, {p['captured']})"
 
 
 def read_control_flow(*names: str) -> Reader:
@@ -238,7 +242,7 @@ define(OPAQUE, rule=opaque, localize=local_opaque, flops=opaque_flops, saved=sav
 define("runtime.experts", runs=run_experts, **PART)
 define(COND, prints=print_cond, expects=expects_operands, unprinted=("operands", "then_takes", "other_takes"),
        reads=read_control_flow("predicate", "then", "then_operands", "other", "other_operands"))  # fmt: skip
-define(SCAN, prints=print_scan, reads=read_control_flow("step", "init", "xs", "held"))
-define(WHILE, prints=print_while_loop, reads=read_control_flow("test", "body", "carried", "held"))
+define(SCAN, prints=print_scan, reads=read_control_flow("step", "init", "xs", "captured"))
+define(WHILE, prints=print_while_loop, reads=read_control_flow("test", "body", "carried", "captured"))
 define("runtime.custom_algorithm", prints=print_custom_algorithm, reads=read_custom_algorithm,
        runs=run_custom_algorithm)  # fmt: skip

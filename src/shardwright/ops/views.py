@@ -13,9 +13,9 @@ from .contexts import ProgramOnRank, TracedCall, ViewWrite
 from .localizing import local_size
 from .pointwise import CAST, PASSED_ON, canonical_identity, canonical_restride, cast, linear_unary
 from .printing import Printing, dims_method, method
-from .spec import Kernel, define
+from .spec import Kernel, define, spec_of
 
-VIEW = {"kernel": Kernel.VIEW, "saved": "", "back": "pass"}
+VIEW = {"kernel": Kernel.VIEW, "saved": "", "back": "pass", "result": "0"}
 """A view whose backward is a view."""
 
 # -- rules
@@ -238,10 +238,22 @@ def print_view(p: Printing) -> str:
     return f"{p.first()}.{name}({p.listed(key) or '()'})"
 
 
+def follows_view(view: Op, op: Op) -> bool:
+    """Whether an op can stand behind a view that nothing else reads, in one line: `x.view(b, s, d).transpose(1, 2)`.
+
+    Both are methods of what they show and share its memory, and the user has them on one line too.
+    """
+    first, second = spec_of(view.target), spec_of(op.target)
+    return (
+        first.chains and second.chains and len(view.outputs) == 1 and op.inputs == view.outputs
+        and view.source == op.source
+    )  # fmt: skip
+
+
 # -- definitions
 
 RESHAPE = {"canonical": canonical_reshape, "view": strides.reshaped, "write_back": write_reshaped, **VIEW}
-SIZED = {"rule": reshape, "localize": local_size, "prints": print_view}
+SIZED = {"rule": reshape, "localize": local_size, "prints": print_view, "chains": True}
 define("reshape", reads="x.reshape(*shape)", may_copy=True, **RESHAPE, **SIZED)
 define("_unsafe_view", reads="x.view(*size)", **RESHAPE, **SIZED)
 define("view", reads="x.view(*size)", **{**RESHAPE, "canonical": {"default": canonical_reshape}}, **SIZED)
@@ -250,23 +262,24 @@ define("flatten", rule={"using_ints": reshape}, **RESHAPE)
 define("unflatten", rule={"int": reshape}, localize=local_unflatten, **RESHAPE)
 define("reshape_as view_as", **RESHAPE)
 define("unsqueeze", rule=reshape, view=strides.unsqueezed, write_back=write_reshaped,
-       prints=dims_method("unsqueeze", "dim"), reads="x.unsqueeze(dim)", **VIEW)  # fmt: skip
+       prints=dims_method("unsqueeze", "dim"), reads="x.unsqueeze(dim)", chains=True, **VIEW)  # fmt: skip
 define("unsqueeze_copy", rule=reshape)
 define("squeeze", rule={"dim dims": reshape}, canonical=canonical_squeeze, view=strides.squeezed,
-       write_back=write_reshaped, prints=dims_method("squeeze", "dim"), reads="x.squeeze(*dim)", **VIEW)  # fmt: skip
+       write_back=write_reshaped, prints=dims_method("squeeze", "dim"), reads="x.squeeze(*dim)",
+       chains=True, **VIEW)  # fmt: skip
 
 TURNED = {"canonical": canonical_transpose, "view": strides.swapped, "write_back": write_self_inverse, **VIEW}
 define("transpose", rule={"int": transpose}, turns=True, prints=dims_method("transpose", "dim0", "dim1"),
-       reads="x.transpose(dim0, dim1)", **TURNED)  # fmt: skip
-define("t", rule=transpose, turns=True, prints=method, **TURNED)
+       reads="x.transpose(dim0, dim1)", chains=True, **TURNED)  # fmt: skip
+define("t", rule=transpose, turns=True, prints=method, chains=True, **TURNED)
 define("swapaxes swapdims mT numpy_T", **TURNED)
 define("adjoint matrix_H", canonical=canonical_transpose, **VIEW)
 define("permute", rule=permute, canonical=canonical_permute, view=strides.permuted, write_back=write_permuted,
-       turns=True, prints=dims_method("permute", "dims"), reads="x.permute(*dims)", **VIEW)  # fmt: skip
+       turns=True, prints=dims_method("permute", "dims"), reads="x.permute(*dims)", chains=True, **VIEW)  # fmt: skip
 define("movedim moveaxis", canonical=canonical_movedim, view=strides.as_it_is, **VIEW)
 
 STRETCH = {"canonical": canonical_expand, "view": strides.expanded, **VIEW, "back": "fresh"}
-define("expand", rule=expand, localize=local_size, prints=print_view, reads="x.expand(*size)", **STRETCH)
+define("expand", rule=expand, localize=local_size, prints=print_view, reads="x.expand(*size)", chains=True, **STRETCH)
 define("broadcast_to", rule=expand, localize=local_size, **STRETCH)
 define("expand_as", **STRETCH)
 define("expand_copy", rule=expand, localize=local_size, kernel=Kernel.VIEW)

@@ -137,7 +137,7 @@ class PlanBuilder:
                 self.note(f"{op} draws random numbers, which all devices draw alike and whole")
             elif self.signature(op).rule is None:
                 why = self.signature(op).why
-                self.note(f"{op} has no rule and runs whole on every device{f': {why}' if why else ''}")
+                self.note(f"{op} has no rule and runs replicated on every device{f': {why}' if why else ''}")
         self._note_probed()
         if self.storage:  # said of every parameter, so that a star in the file takes in none that is left alone
             for parameter in self.graph.parameters:
@@ -170,7 +170,7 @@ class PlanBuilder:
         for op in self.ops:
             rule = self.signature(op).rule
             if rule is not None and rule.probed and not self.roles(op):
-                self.note(f"{op} runs whole on every device: it was probed, and no split of it recombines")
+                self.note(f"{op} runs replicated on every device: it was probed, and no split of it recombines")
             elif rule is not None and rule.probed:
                 count[op.target, rule.text] = count.get((op.target, rule.text), 0) + 1
         for (target, text), number in count.items():

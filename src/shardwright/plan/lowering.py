@@ -14,6 +14,7 @@ from ..cluster import Cluster
 from ..cost.reshard_prices import prices_of
 from ..errors import LoweringError
 from ..ir import Graph
+from ..ir.paths import word_of
 from ..layout import MB, Block, Layout, Mesh, Partial, Shard, make_layout, replicated
 from ..lower import LoweredProgram, PlacementTask, Placer, run
 from ..lower.place import in_time
@@ -183,7 +184,7 @@ def place_stages(
                 if crossing.taker == number
             },
             leaving=_wanted(graph, analysis, stages, meshes, number, staged.crossings, received),
-            title=f"segment {number} of {len(stages)}" if len(stages) > 1 else "",
+            title=f"stage {number} of {len(stages)}" if len(stages) > 1 else "",
             header=(*header, *_header(number, staged.crossings)),
             stepped=True,
             prices=prices_of(meshes[number], cluster, stages[number].mesh),
@@ -201,10 +202,10 @@ def _header(number: int, crossings: Sequence[StageValue]) -> Iterator[str]:
     """Lines for the head of a file: the values received and sent."""
     for crossing in crossings:
         if crossing.taker == number:
-            yield f"takes      {crossing.value} from segment {crossing.giver}"
+            yield f"receives   {word_of(crossing.value)} from stage {crossing.giver}"
     for crossing in crossings:
         if crossing.giver == number:
-            yield f"gives      {crossing.value} to segment {crossing.taker}"
+            yield f"sends      {word_of(crossing.value)} to stage {crossing.taker}"
 
 
 def _with_others(segments: Sequence[PlanStage], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:

@@ -51,7 +51,9 @@ class OpKinds:
             shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
         every = [dim for name in op.inputs for dim in dims[name]]
         roles = [(role.name, role.size, *(blocks(dim, role.atom) for dim in every)) for role in signature.roles]
-        arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
+        arguments = [
+            item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "state")
+        ]
         rule = signature.rule.text if signature.rule else ""
         decision = repr(self.decisions.get(op.name)) if self.decisions else ""
         flags = (op.no_grad, op.region is None, op.name in self.lean)

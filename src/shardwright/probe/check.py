@@ -171,7 +171,7 @@ def local_value(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
     x = local_shard(x, layout, mesh, index).clone()
     if not isinstance(layout.placement(AXIS), Partial):
         return x
-    if not differentiable(x):  # whole numbers stay whole
+    if not differentiable(x):  # integers stay integers
         return x * (mesh.size if index == 0 else -1)
     return x * (2.0 if index == 0 else -1.0 / (mesh.size - 1))
 

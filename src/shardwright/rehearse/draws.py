@@ -98,7 +98,7 @@ def _looked_up(graph: Graph, op: Op, reached: set[str]) -> int | None:
 
 
 class Plain(nn.Module):
-    """A module that only holds parameters. A rehearsal calls only the generated code."""
+    """A module that only has parameters. A rehearsal calls only the generated code."""
 
 
 def module_of(

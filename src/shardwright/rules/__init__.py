@@ -1,4 +1,9 @@
-"""What may be split: the notation, the table of rules (`ops/` fills it), and the atoms that tie ops together."""
+"""How ops may be split: the notation of rules, and what it means for a graph.
+
+Read `notation.py` (a rule as text), `dims.py` and `registry.py` (rules of calls; the definitions of ops fill the
+registry), `atoms.py` (factors of dims, shared by unification), `signature.py` and `role.py` (a rule bound to a call,
+and the layouts of each way to split it), `random_ops.py` (which ops draw random numbers).
+"""
 
 from .atoms import Atoms
 from .notation import Rule, parse

@@ -1,4 +1,10 @@
-"""What generated code imports: groups, converters, algorithms, pieces, and the loop around them."""
+"""What generated code imports, and the model around it.
+
+Read `model/` (the compiled model and the base class of programs), `collectives/` (reshards and what they run on),
+`parameters/` (how parameters are stored, gradient sync, ZeRO), `optimizer/`, `algorithms/` (ops whose shards
+communicate), `pipeline/` (schedules at run time), `faults/` (hangs, NaN, desynchronized ranks). `world.py` is the only
+file that reads rank, world size and environment.
+"""
 
 from shardwright.control_flow import cond, scan, while_loop
 from shardwright.storage import ParameterSpec

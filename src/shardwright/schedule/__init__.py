@@ -1,4 +1,9 @@
-"""Schedules as data: what each device runs in which order, checked, simulated for its time, and drawn."""
+"""Schedules as data: what each device runs in which order, checked, simulated for its time, and drawn.
+
+Read `step.py` (the types), `known.py` (gpipe, 1f1b, ...) and `kind.py` (a schedule by name, and what it knows about
+itself), `dependencies.py` (what waits for what), `check.py`, `simulate.py` and `memory.py` (on that graph), `draw.py`,
+`greedy.py` (a schedule for given times).
+"""
 
 from .check import check
 from .dependencies import StageEdge

@@ -25,11 +25,11 @@ def check(
     limit: float | Sequence[float] | None = None,
     sizes: Sequence[MicrobatchMemory] | None = None,
 ) -> Schedule:
-    """Return the schedule, or raise one error that says what is wrong with it.
+    """Return the schedule, or raise one error with everything that is wrong with it.
 
-    edges   the values that cross between segments: pairs (from, to), or Edge
-    limit   bytes that a device may keep for backwards, one number or one per device; needs sizes
-    sizes   for each segment what a microbatch keeps
+    edges   the values that cross between stages: pairs (from, to), or Edge
+    limit   bytes that a device may save for backward, one number or one per device; needs sizes
+    sizes   for each stage what a microbatch saves
     """
     joined = merged(edges)
     _refuse(schedule, list(_odd_edges(schedule, joined)))
@@ -66,9 +66,9 @@ def _refuse(schedule: Schedule, faults: list[str]) -> None:
 def _odd_edges(schedule: Schedule, edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     for source, target in edges:
         if not 0 <= min(source, target) <= max(source, target) < schedule.segments:
-            yield f"a value crosses from segment {source} to {target}; there are only 0 to {schedule.segments - 1}"
+            yield f"a value crosses from stage {source} to {target}; there are only 0 to {schedule.segments - 1}"
         elif source >= target:
-            yield f"a value crosses from segment {source} to {target}; values cross to later segments only"
+            yield f"a value crosses from stage {source} to {target}; values cross to later stages only"
 
 
 def _misplaced(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _misplaced(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
             if step.segment not in row.segments:
                 known = 0 <= step.segment < schedule.segments
                 where = f"lies on {_device_label(schedule.holders[step.segment])}" if known else "there is none"
-                yield f"{row.name}: {step} is of segment {step.segment}, which it does not hold ({where})"
+                yield f"{row.name}: {step} is of stage {step.segment}, which it does not have ({where})"
             elif not 0 <= step.microbatch < (1 if step.kind == "P" else schedule.microbatches):
                 why = "a prologue has microbatch 0" if step.kind == "P" else "there is no such microbatch"
                 yield f"{row.name}: {step} is too much, {why}"
@@ -87,7 +87,7 @@ def _misplaced(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
 
 
 def _missing(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
-    """Every F and every B must be there, and a P or W that is anywhere on all devices of its segment."""
+    """Every F and every B must be there, and a P or W that is anywhere on all devices of its stage."""
     needed: tuple[StepKind, ...] = ("F",) if schedule.inference else ("F", "B")
     wanted: list[set[Step]] = [
         {Step(kind, segment, at) for kind in needed for at in range(schedule.microbatches)}
@@ -100,7 +100,7 @@ def _missing(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
     for row in rows:
         for segment in sorted(row.segments):
             for step in sorted(wanted[segment].difference(row.place), key=_natural):
-                yield f"{row.name}: {step} is missing, it holds segment {segment}"
+                yield f"{row.name}: {step} is missing, it has stage {segment}"
     if schedule.inference:
         for step in sorted(step for steps in wanted for step in steps if step.kind == "W"):
             yield f"{step} has no B{step.segment}.{step.microbatch}, and W is a part of a backward"
@@ -131,7 +131,7 @@ def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, i
 
 
 def _disagreeing(rows: list[_Row]) -> Iterator[str]:
-    """Devices that hold segments together and run the steps of these in different orders."""
+    """Devices that have stages in common and run the steps of these in different orders."""
     for first, other in combinations(rows, 2):
         if common := first.segments & other.segments:
             both = [
@@ -141,7 +141,7 @@ def _disagreeing(rows: list[_Row]) -> Iterator[str]:
             if both[0] != both[1]:
                 left, right = next((left, right) for left, right in zip(*both, strict=True) if left != right)
                 yield (
-                    f"{first.name} runs {left} where {other.name} runs {right}: devices run the steps of segments that "
+                    f"{first.name} runs {left} where {other.name} runs {right}: devices run the steps of stages that "
                     f"they share in the same order"
                 )
 
@@ -156,14 +156,14 @@ def _too_full(
         return
     if sizes is None or len(sizes) != schedule.segments:
         known = 0 if sizes is None else len(sizes)
-        raise ScheduleError(f"a limit of memory needs the sizes of {schedule.segments} segments; {known} are given")
+        raise ScheduleError(f"a limit of memory needs the sizes of {schedule.segments} stages; {known} are given")
     for row in rows:
         most, step = fullest([step for step in row.steps if step.segment in row.segments], sizes)
         allowed = limit if isinstance(limit, int | float) else min(limit[device] for device in row.devices)
         if most > allowed:
             yield (
-                f"{row.name}: keeps {most:,.0f} bytes for backwards after {step}, the limit is {allowed:,.0f}; let it "
-                f"keep fewer microbatches, cut them smaller, or recompute"
+                f"{row.name}: saves {most:,.0f} bytes for backward after {step}, the limit is {allowed:,.0f}; let it "
+                f"have fewer microbatches in flight, make them smaller, or recompute"
             )
 
 

@@ -1,4 +1,4 @@
-"""What waits for what, as numbers: the one graph that both the check and the simulation walk through.
+"""What waits for what, as numbers: the one graph that both the check and the simulation traverse.
 
 A message is sent when a step ends and awaited when the step that reads it begins. So a step waits for the step before
 it on each of its devices, and for its messages. Nothing else can hold it up.
@@ -15,7 +15,7 @@ from .step import STEP_KINDS, Devices, Schedule, Step, StepKind
 
 
 class StageEdge(NamedTuple):
-    """A value that crosses from one segment to a later one.
+    """A value that crosses from one stage to a later one.
 
     forward    seconds that it takes for one microbatch
     backward   seconds that its gradient takes; None for a value without gradient
@@ -40,12 +40,12 @@ class StepMessage(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Dependencies:
-    """The steps of a schedule as numbers 0 to n, those of one kind and segment next to each other.
+    """The steps of a schedule as numbers 0 to n, those of one kind and stage next to each other.
 
     groups    devices that run the same steps, at the same time
     rows      for each group its steps
     after     for each step those that follow it on its groups
-    sends     for each kind and segment, found at step // microbatches, the messages
+    sends     for each kind and stage, found at step // microbatches, the messages
     waits     for each step, how many things it waits for
     links     how many there are: one for each ordered pair of groups that talk
     """
@@ -74,7 +74,7 @@ class Dependencies:
 
 
 def merged(edges: Edges) -> dict[tuple[int, int], StageEdge]:
-    """One edge for all values between the same two segments."""
+    """One edge for all values between the same two stages."""
     joined: dict[tuple[int, int], StageEdge] = {}
     for edge in (StageEdge(*edge) for edge in edges):
         pair = edge.source, edge.target
@@ -85,7 +85,7 @@ def merged(edges: Edges) -> dict[tuple[int, int], StageEdge]:
 
 
 def dependencies_of(schedule: Schedule, edges: Edges) -> Dependencies:
-    """The wiring of a schedule that has each step once, on the devices of its segment."""
+    """The wiring of a schedule that has each step once, on the devices of its stage."""
     microbatches, segments = schedule.microbatches, schedule.segments
     groups = schedule.groups()
     first = {

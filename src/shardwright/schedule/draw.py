@@ -1,9 +1,9 @@
 """A run as a picture for the terminal: a line for each device, time to the right.
 
      0   forward of microbatch 0      [0]   its backward       (0)   the part of its backward that is for parameters
-    <P>  prologue                     ...   nothing to do      ~     a piece of time that is left out
+    <P>  prologue                     ...   nothing to do      ~     time that is left out
 
-Where a device holds several segments, a letter tells them apart: 0a is microbatch 0 in the first of them.
+Where a device has several stages, a letter tells them apart: 0a is microbatch 0 in the first of them.
 Devices that do the same share a line.
 """
 
@@ -26,7 +26,7 @@ LONGEST = 4  # cells that a step of usual length takes at most, so that one very
 def draw(
     schedule: Schedule, times: Sequence[StageTimes] | None = None, edges: Edges | None = None, width: int = 120
 ) -> str:
-    """The picture of a schedule with these times, or with 1 for each step. Without edges segments form a chain."""
+    """The picture of a schedule with these times, or with 1 for each step. Without edges stages form a chain."""
     if edges is None:
         edges = [(segment, segment + 1) for segment in range(schedule.segments - 1)]
     return draw_run(simulate(schedule, times or [UNIT] * schedule.segments, edges), width)
@@ -101,7 +101,7 @@ def _cell(step: Step, label: str, width: int) -> str:
 
 
 def _shortened(line: str, width: int, cell: int) -> str:
-    """The beginning and the end of a line that is too long, cut between cells of usual length."""
+    """The beginning and the end of a line that is too long, with the middle left out between cells of usual length."""
     if len(line) <= width:
         return line
     shown = (width - len(MARK)) // (2 * cell) * cell

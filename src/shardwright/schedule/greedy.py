@@ -1,8 +1,8 @@
 """A schedule made for given times: whenever a device is free, it takes the most urgent step that can run.
 
-For what the known kinds have no answer to: segments on any devices, values that skip segments, very unequal times.
+For what the known kinds have no answer to: stages on any devices, values that skip stages, very unequal times.
 With equal stages in a chain it is as good as 1F1B, and a little worse than the zero-bubble kinds: simulate both.
-Microbatches of a segment are taken in order, so there are few steps to choose from.
+Microbatches of a stage are taken in order, so there are few steps to choose from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .memory import ONE_MICROBATCH, MicrobatchMemory
 from .simulate import StageTimes
 from .step import STEP_KINDS, Devices, Schedule, Step, StepKind, show_devices
 
-Lane = tuple[StepKind, int]  # all microbatches of one kind and segment
+Lane = tuple[StepKind, int]  # all microbatches of one kind and stage
 Event = tuple[float, StepKind, int, int, bool]  # when, what, and whether it ends there or a message for it arrives
 
 
@@ -32,13 +32,13 @@ def greedy(
     kinds: str = "FBW",
     name: str = "greedy",
 ) -> Schedule:
-    """Backwards first, forwards as long as what is kept stays within the limit, W when there is nothing else.
+    """Backwards first, forwards as long as saved activations fit the limit, W when there is nothing else.
 
-    limit   bytes that a device may keep for backwards, or without sizes microbatches of segments
-    kinds   "FBW", "FB" with whole backwards, or "F" for inference
+    limit   bytes that a device may save for backward, or without sizes microbatches of stages
+    kinds   "FBW", "FB" with unsplit backwards, or "F" for inference
     """
     if len(times) != len(holders):
-        raise ScheduleError(f"there are {len(holders)} segments, but times of {len(times)}")
+        raise ScheduleError(f"there are {len(holders)} stages, but times of {len(times)}")
     maker = _Maker(tuple(holders), microbatches, tuple(times), edges, limit, sizes, kinds)
     return Schedule(devices=maker.run(), holders=tuple(holders), microbatches=microbatches, name=name)
 
@@ -100,7 +100,7 @@ class _Maker:
         if left := [lane for lane, done in self.next.items() if done < self.microbatches]:
             full = show_devices({device for _, at in left for device in self.holders[at]})
             raise ScheduleError(
-                f"the limit of {self.limit:,.0f} is too low: the devices {full} may keep no more, and can't go on"
+                f"the limit of {self.limit:,.0f} is too low: the devices {full} may save no more, and can't continue"
             )
         return tuple(map(tuple, self.rows))
 
@@ -129,7 +129,7 @@ class _Maker:
             heappush(events, (now + seconds, *reader, at, False))
 
     def growth(self, lane: Lane) -> float:
-        """What a device keeps more after this step."""
+        """How much more a device saves for backward after this step."""
         forward, backward = self.sizes[lane[1]]
         rest = backward if "W" in self.kinds else 0.0
         return {"F": forward, "B": rest - forward, "W": -rest}.get(lane[0], 0.0)

@@ -1,4 +1,4 @@
-"""A schedule by its name, and what it knows about itself: the planner, the memory model and pictures ask it.
+"""A schedule by its name, and what it knows about itself: what the planner, the memory model and drawings need.
 
     @register_schedule("mine")
     def mine(stages: int, microbatches: int) -> Schedule: ...

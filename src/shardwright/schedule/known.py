@@ -1,7 +1,7 @@
-"""The schedules that people know, each one definition: a function that returns one, and the name it is known by.
+"""The known schedules, each one definition: a function that returns one, and the name it is known by.
 
 They are written over pipeline ranks: rank 0 is device 0. `spread` gives a pipeline rank several devices. A custom
-schedule is a function of the same shape (`register_schedule`), or a list of steps; `check` tells whether it can run.
+schedule is a function of the same shape (`register_schedule`), or a list of steps; `check` checks whether it can run.
 
                      stages per   bubble with F=B=W=1            in flight on the fullest rank, in microbatches of it
                      rank
@@ -36,7 +36,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 @register_schedule("1f1b", searched=True, in_flight=lambda p, m: [min(m, p - pp_rank) for pp_rank in range(p)])
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """A backward as soon as there can be one, so that pipeline rank k keeps at most stages - k microbatches."""
+    """A backward as soon as there can be one, so that pipeline rank k has at most stages - k microbatches in flight."""
     _need(stages=stages, microbatches=microbatches)
     return _straight("1f1b", stages, microbatches, lambda pp_rank: stages - pp_rank - 1)
 
@@ -58,9 +58,9 @@ def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], 
 
 @register_schedule("zb", searched=True, in_flight=lambda p, m: [min(m, p)] * p)
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with W put off by as many microbatches as the rank keeps fewer forwards than rank 0.
+    """ZB-H1: 1F1B with W delayed by as many microbatches as the rank has fewer in flight than rank 0.
 
-    So every pipeline rank keeps stages microbatches, and the W that are left at the end fill what would be bubble.
+    So every pipeline rank has `stages` microbatches in flight, and the W left at the end fill what would be bubble.
     """
     _need(stages=stages, microbatches=microbatches)
     rows = []
@@ -88,10 +88,10 @@ def _rounds(stages: int, microbatches: int) -> list[int]:
 
 @register_schedule("interleaved", searched=True, in_flight=_interleaved_in_flight, numbers=(2, 3, 4))
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with several segments per rank, segment k on pipeline rank k % stages: the bubble is `chunks` times smaller.
+    """1F1B with several stages per rank, stage k on pipeline rank k % stages: the bubble is `chunks` times smaller.
 
-    Microbatches go in rounds of at least one per rank, each round through all segments of a rank. Rounds are about
-    equal: a short last one would leave pipeline ranks waiting, while longer ones only keep a little more.
+    Microbatches go in rounds of at least one per rank, each round through all stages of a rank. Rounds are about
+    equal: a short last one would leave pipeline ranks waiting, while longer ones only need a little more memory.
     """
     _need(stages=stages, microbatches=microbatches, chunks=chunks)
     bounds = _rounds(stages, microbatches)
@@ -110,7 +110,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     "zbv", searched=True, in_flight=lambda p, m: [min(2 * m, 2 * p, m + 1 + pp_rank) for pp_rank in range(p)]
 )
 def zbv(stages: int, microbatches: int) -> Schedule:
-    """ZB-V: segments k and 2 * stages - 1 - k on rank k, so that the last forward and first backward are on rank 0.
+    """ZB-V: stages k and 2 * stages - 1 - k on rank k, so that the last forward and first backward are on rank 0.
 
     Rank k starts when the first microbatch comes down, and (for F=B=W) is busy until its end:
 
@@ -118,9 +118,9 @@ def zbv(stages: int, microbatches: int) -> Schedule:
         F up, down k times
         F B W up   stages - k times
         F B W down, F B W up   until all backwards but `stages` are done, without the F when there is none left
-        B down, B up           k times, their W kept for the end
+        B down, B up           k times, their W left for the end
         B W down               stages - k times
-        W up, W down           what was kept
+        W up, W down           what was left
     """
     _need(stages=stages, microbatches=microbatches)
     full = max(microbatches, 2 * stages - 1)  # fewer run as these would, with what is missing left out
@@ -145,7 +145,7 @@ def zbv(stages: int, microbatches: int) -> Schedule:
 
 
 class _Lane:
-    """The steps of one segment, each kind counted on its own."""
+    """The steps of one stage, each kind counted on its own."""
 
     def __init__(self, segment: int) -> None:
         self.segment = segment
@@ -164,9 +164,9 @@ USUAL = KINDS["1f1b"]
 
 
 def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule:
-    """For inference. Takes the number of stages, or for each segment the devices that hold it.
+    """For inference. Takes the number of stages, or for each stage the devices that run it.
 
-    Made as if every segment took the same time and read from the one before: right for all values that cross forward.
+    Made as if every stage took the same time and read from the one before: right for all values that cross forward.
     """
     holders = _round_robin(stages) if isinstance(stages, int) else tuple(tuple(devices) for devices in stages)
     _need(stages=len(holders), microbatches=microbatches)
@@ -176,10 +176,10 @@ def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule
 
 
 def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
-    """The schedule with the prologues of these segments first, on all devices that hold them."""
+    """The schedule with the prologues of these stages first, on all devices that run them."""
     chosen = sorted(set(segments))
     if unknown := [segment for segment in chosen if not 0 <= segment < schedule.segments]:
-        raise ScheduleError(f"no prologue for the segments {unknown}: {schedule} has 0 to {schedule.segments - 1}")
+        raise ScheduleError(f"no prologue for the stages {unknown}: {schedule} has 0 to {schedule.segments - 1}")
     rows: dict[tuple[int, tuple[Step, ...]], tuple[Step, ...]] = {}  # devices that shared a row still do
     devices = []
     for device, steps in enumerate(schedule.devices):
@@ -191,7 +191,7 @@ def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
 def fewer(schedule: Schedule, microbatches: int) -> Schedule:
     """The schedule for fewer microbatches: the last ones left out, for which no other waits."""
     if microbatches > schedule.microbatches:
-        raise ScheduleError(f"{schedule} is for {schedule.microbatches} microbatches, and {microbatches} are asked for")
+        raise ScheduleError(f"{schedule} is for {schedule.microbatches} microbatches, not {microbatches}")
     devices = tuple(tuple(_first(microbatches, list(steps))) for steps in schedule.devices)
     return replace(schedule, devices=devices, microbatches=microbatches)
 
@@ -244,7 +244,7 @@ def _weave(forwards: list[Step], backwards: list[Step], ahead: int) -> list[Step
 
 
 def _first(microbatches: int, row: list[Step]) -> list[Step]:
-    """Without the microbatches from there on: what is left waits for none of them, and can run if the whole could."""
+    """Without the microbatches from there on: what is left waits for none of them, and can run if all of it could."""
     return [step for step in row if step.microbatch < microbatches]
 
 

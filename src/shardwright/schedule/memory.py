@@ -1,4 +1,4 @@
-"""What a device keeps for backwards that are to come. It depends on the order of steps only, not on their times."""
+"""What a device saves for backward. It depends on the order of steps only, not on their times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .step import Schedule, Step
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes that one microbatch of a segment keeps on each of its devices.
+    """Bytes that one microbatch of a stage saves on each of its devices.
 
     forward    from the end of its F to the end of its B
     backward   from the end of its B to the end of its W, where W is a step of its own
@@ -23,7 +23,7 @@ ONE_MICROBATCH = MicrobatchMemory(1, 1)  # counts microbatches, each until its l
 
 
 def in_flight(schedule: Schedule, sizes: Sequence[MicrobatchMemory] | None = None) -> tuple[float, ...]:
-    """For each device the most that it keeps at once: in bytes, or without sizes in microbatches of segments."""
+    """For each device the most that it saves at once: in bytes, or without sizes in microbatches of stages."""
     peaks = [0.0] * len(schedule.devices)
     for group in schedule.groups():
         most, _ = fullest(schedule.devices[group[0]], sizes or [ONE_MICROBATCH] * schedule.segments)
@@ -33,7 +33,7 @@ def in_flight(schedule: Schedule, sizes: Sequence[MicrobatchMemory] | None = Non
 
 
 def fullest(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> tuple[float, Step | None]:
-    """The most that these steps keep at once, and the step that brings it there."""
+    """The most that these steps save at once, and the step that reaches it."""
     apart = {step[1:] for step in steps if step[0] == "W"}
     backward = any(step[0] == "B" for step in steps)
     saved = most = 0.0

@@ -1,7 +1,7 @@
 """How long a schedule takes: every step begins as soon as its devices are free and its messages are there.
 
 Messages between the same two devices, in the same direction, go one after the other, in the order in which they are
-sent, and beside the computing. A segment on several devices runs on all of them at once.
+sent, overlapped with computation. A stage on several devices runs on all of them at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .step import STEP_KINDS, Devices, Schedule
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one microbatch of a segment.
+    """Seconds of one microbatch of a stage.
 
     backward   the gradients of its inputs: B where W is a step of its own
     weight     the gradients of its parameters: W, or added to B where it is not. 0 if backward is already all of it
@@ -41,7 +41,7 @@ class SimulatedRun:
     starts, ends   of each step, for each device, in seconds
     total          from the first start to the last end
     busy           seconds that each device computes
-    peaks          the most that each device keeps for backwards: bytes, or without sizes microbatches of segments
+    peaks          the most that each device saves for backward: bytes, or without sizes microbatches of stages
     """
 
     schedule: Schedule
@@ -65,12 +65,12 @@ class SimulatedRun:
 def simulate(
     schedule: Schedule, times: Sequence[StageTimes], edges: Edges = (), sizes: Sequence[MicrobatchMemory] | None = None
 ) -> SimulatedRun:
-    """Run a schedule that has passed `check` with these times, one for each segment."""
+    """Run a schedule that has passed `check` with these times, one for each stage."""
     if len(times) != schedule.segments:
-        raise ScheduleError(f"{schedule} has {schedule.segments} segments, but there are times of {len(times)}")
+        raise ScheduleError(f"{schedule} has {schedule.segments} stages, but there are times of {len(times)}")
     wiring = dependencies_of(schedule, edges)
     spans = _spans(schedule, wiring, times)
-    ends = _walk(wiring, spans)
+    ends = _end_times(wiring, spans)
     starts: dict[int, tuple[float, ...]] = {}
     stops: dict[int, tuple[float, ...]] = {}
     busy = [0.0] * len(schedule.devices)
@@ -110,8 +110,8 @@ def _spans(schedule: Schedule, wiring: Dependencies, times: Sequence[StageTimes]
     return spans
 
 
-def _walk(wiring: Dependencies, spans: list[float]) -> list[float]:
-    """When each step ends. A step is done when all that it waits for is; its device and its links go on from there."""
+def _end_times(wiring: Dependencies, spans: list[float]) -> list[float]:
+    """When each step ends. A step starts when all that it waits for is done, and frees its device and its links."""
     microbatches, after, sends = wiring.microbatches, wiring.after, wiring.sends
     waits = list(wiring.waits)
     ready = [0.0] * len(waits)
@@ -161,8 +161,8 @@ def lower_bound(
     and messages that take no time.
     """
     joined = merged(edges).values()
-    head = [0.0] * len(times)  # until the segment's first F begins
-    tail = [0.0] * len(times)  # from the end of the segment's last B
+    head = [0.0] * len(times)  # until the stage's first F begins
+    tail = [0.0] * len(times)  # from the end of the stage's last B
     for edge in sorted(joined):
         sent = edge.forward if holders[edge.source] != holders[edge.target] else 0.0
         head[edge.target] = max(head[edge.target], head[edge.source] + times[edge.source].forward + sent)

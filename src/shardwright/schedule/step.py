@@ -1,12 +1,12 @@
 """A schedule as data: for each device the steps it runs, in order.
 
-    P0.0          segment 0, prologue: once, before all its forwards
-    F0.3          segment 0, microbatch 3, forward
+    P0.0          stage 0, prologue: once, before all its forwards
+    F0.3          stage 0, microbatch 3, forward
     B0.3          its backward: all of it, or where there is a W0.3, only the gradients of its inputs
     W0.3          its backward: the gradients of its parameters
 
-A segment may lie on several devices. They run its steps together, since there are collectives inside.
-What a schedule means is here; whether one can run is asked in `check.py`.
+A stage may lie on several devices. They run its steps together, since there are collectives inside.
+What a schedule means is here; whether one can run is checked in `check.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Devices = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """One piece of work of a device. A tuple, because a planner makes and hashes them by the million."""
+    """One step of a device. A tuple, because a planner makes and hashes them by the million."""
 
     kind: StepKind
     segment: int
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     def parse(text: str) -> Step:
         """The step that is written so: "F0.3"."""
         if not (match := STEP.fullmatch(text)):
-            raise ScheduleError(f"{text!r} is no step; write kind, segment and microbatch as in F0.3, kind one of PFBW")
+            raise ScheduleError(f"{text!r} is no step; write kind, stage and microbatch as in F0.3, kind one of PFBW")
         return Step(cast(StepKind, match[1]), int(match[2]), int(match[3]))
 
 
@@ -48,7 +48,7 @@ class Schedule:
     """What each device runs, in order.
 
     devices        for each device its steps
-    holders        for each segment the devices that run it, as indices into `devices`
+    holders        for each stage the devices that run it, as indices into `devices`
     microbatches   how many parts the batch has
     name           for people: "1f1b"
     """
@@ -63,23 +63,23 @@ class Schedule:
 
     def _faults(self) -> Iterable[str]:
         if not self.devices or not self.holders:
-            yield f"it has {len(self.devices)} devices and {len(self.holders)} segments; both must be at least 1"
+            yield f"it has {len(self.devices)} devices and {len(self.holders)} stages; both must be at least 1"
         if self.microbatches < 1:
             yield f"it has {self.microbatches} microbatches; it must have at least 1"
         for segment, devices in enumerate(self.holders):
             if not devices:
-                yield f"segment {segment} lies on no device"
+                yield f"stage {segment} lies on no device"
             if list(devices) != sorted(set(devices)):
-                yield f"segment {segment} lies on the devices {devices}; name each once, in rising order"
+                yield f"stage {segment} lies on the devices {devices}; name each once, in rising order"
             if unknown := [device for device in devices if not 0 <= device < len(self.devices)]:
-                yield f"segment {segment} lies on the devices {unknown}; there are only 0 to {len(self.devices) - 1}"
+                yield f"stage {segment} lies on the devices {unknown}; there are only 0 to {len(self.devices) - 1}"
         for steps in {id(steps): steps for steps in self.devices}.values():
             for step in steps:
                 if step.kind not in STEP_KINDS:
                     yield f"{step} has the kind {step.kind!r}; the kinds are {', '.join(STEP_KINDS)}"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.segments} segments, {len(self.devices)} devices, {self.microbatches} microbatches)"
+        return f"{self.name} ({self.segments} stages, {len(self.devices)} devices, {self.microbatches} microbatches)"
 
     @property
     def segments(self) -> int:
@@ -99,7 +99,7 @@ class Schedule:
         return any(step[0] == kind for group in self.groups() for step in self.devices[group[0]])
 
     def held_by(self, device: int) -> tuple[int, ...]:
-        """The segments of a device."""
+        """The stages of a device."""
         return tuple(segment for segment, devices in enumerate(self.holders) if device in devices)
 
     def groups(self) -> tuple[Devices, ...]:
@@ -132,7 +132,7 @@ class Schedule:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Schedule:
         if missing := [key for key in ("name", "microbatches", "holders", "steps") if key not in data]:
-            raise ScheduleError(f"a schedule says nothing about {', '.join(missing)}; it has only {', '.join(data)}")
+            raise ScheduleError(f"a schedule is missing {', '.join(missing)}; it has only {', '.join(data)}")
         rows: dict[int, tuple[Step, ...]] = {}
         for line in data["steps"]:
             where, _, listed = line.partition(":")

@@ -1,7 +1,7 @@
-"""Run a program op by op on this rank, without the generated file, and keep every value.
+"""Run a program op by op on this rank, without the generated file, and record every value.
 
-Each value, and each use of a value by an op, becomes a tensor of its own that keeps its
-gradient, so that afterwards one can ask at which op a gradient went wrong. Slow and plain
+Each value, and each use of a value by an op, becomes a tensor of its own that retains its
+gradient, so that the op at which a gradient went wrong can be found afterwards. Slow and plain
 on purpose; `debug.py` compares what comes out.
 """
 
@@ -63,7 +63,7 @@ def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> 
             outputs = call(op, inputs)
         except RuntimeError as error:
             shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(op.inputs, inputs, strict=True))
-            raise ParityError(f"{op} can't run on its pieces ({shapes}): {error}") from error
+            raise ParityError(f"{op} can't run on its shards ({shapes}): {error}") from error
         for name, tensor in zip(op.outputs, outputs, strict=True):
             if tensor is not None:
                 values[name] = _own(tensor)
@@ -71,7 +71,7 @@ def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> 
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The same value as a tensor that keeps the gradient of this place alone."""
+    """The same value as a tensor that retains the gradient of this use alone."""
     if not tensor.requires_grad:
         return tensor
     alias = tensor.view_as(tensor)
@@ -80,7 +80,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class ProgramInterpreter:
-    """A program on this rank. Parameters and buffers are given whole, and cut here."""
+    """A program on this rank. Parameters and buffers are passed in full, and sharded here."""
 
     def __init__(
         self, program: LoweredProgram, captured: CapturedGraph, random: Randomness, device: torch.device
@@ -124,7 +124,7 @@ class ProgramInterpreter:
     def call(self, op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         runs = spec_of(op.target).runs
         if runs is not None:
-            result = runs(self, _Arguments(op, tensors))
+            result = runs(self, _Arguments(replace(op, arguments=self._local(op.arguments)), tensors))
             outputs = result if isinstance(result, tuple) else (result,)
             return outputs[: len(op.outputs)]
         key = op.argument("op_key") if op.target == OPAQUE else op.name if is_random(op) else None
@@ -153,7 +153,7 @@ class ProgramInterpreter:
         return custom_call(function, op, arguments.tensors)
 
     def call_opaque(self, arguments: RuntimeArguments, tensors: tuple[Any, ...]) -> Any:
-        state = tuple(arguments[name] for name in ("names", "held"))
+        state = tuple(arguments[name] for name in ("names", "state"))
         passed = (arguments["op_key"], arguments["batch"], arguments["rule"], tensors, *state)
         return self._functions[OPAQUE].call(*passed)[0]
 
@@ -181,7 +181,7 @@ class _Arguments:
 
 
 def shard_tensor(tensor: Tensor, layout: Layout, program: LoweredProgram, at: Mapping[str, int]) -> Tensor:
-    """The piece of a whole tensor that the rank at some coordinates holds."""
+    """The shard of a full tensor that the rank at some coordinates has."""
     region = local_region(layout, tensor.shape, program.mesh.sizes, at)
     local = tensor.new_empty(region.local_shape)
     for source, here, sizes in region.boxes:
@@ -192,9 +192,9 @@ def shard_tensor(tensor: Tensor, layout: Layout, program: LoweredProgram, at: Ma
 def unshard_tensor(
     shards: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: LoweredProgram
 ) -> list[Tensor] | None:
-    """The whole from the pieces of all ranks, once for each copy there is; None if a piece has a wrong shape.
+    """The full tensor from the shards of all ranks, once for each replica; None if a shard has a wrong shape.
 
-    Axes that cut are joined, axes with parts are reduced, and every place on the other axes is a copy.
+    Sharded axes are joined, partial ones are reduced, and every coordinate on the other axes is a replica.
     """
     mesh = program.mesh
     copies: dict[tuple[int, ...], Tensor] = {}

@@ -70,7 +70,7 @@ class Report:
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """The rows beyond tolerance, worst first."""
+        """The tensors beyond tolerance, worst first."""
         return tuple(sorted((row for row in self.rows if not row.passed), key=lambda row: -row.ratio))
 
     def __bool__(self) -> bool:

@@ -5,10 +5,10 @@ op (`capture.run`):
 
 - casts to float32 in the model's own code end parity in float64 at 5e-8. The compiled
   program is then promoted, and the reference has to be promoted alike;
-- dropout in a checkpointed region draws again in backward, where the model can't be told which mask.
+- dropout in a checkpointed region draws again in backward, where no mask can be passed to the model.
 
 The graph is then itself compared with the model, without promotion, so that a capture bug is
-not missed ("capture" rows). Dropout draws the global masks of which the ranks of the compiled
+not missed ("capture" in the report). Dropout draws the global masks of which the ranks of the compiled
 program use their shards, and other random ops draw by the keys that they have there.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture import CapturedGraph, ImportedFunction, capture_pair, cast, casting, copy_module, run
+from ..capture import CapturedGraph, ImportedFunction, MaskFacts, capture_pair, cast, casting, copy_module, run
 from ..capture.building.schema import is_random_call, named_arguments
 from ..capture.interpret import overload_of
 from ..capture.user_calls.opaque_call import forwards
@@ -87,7 +87,10 @@ class Original:
                 skeleton.eval()
             call, exact = (self.task.args, self.task.kwargs), self.task.precision
             with casting(cast(skeleton, exact), exact):
-                plain, wide = capture_pair(skeleton, *call, entry=entry, real=self._real, promote=self._promotes)
+                plain, wide = capture_pair(
+                    skeleton, *call, entry=entry, real=self._real, promote=self._promotes,
+                    masks=MaskFacts(buffers=dict(self.module.named_buffers(remove_duplicate=False))),
+                )  # fmt: skip
             self.captures[entry, False] = plain
             if wide is not None:
                 self.captures[entry, True] = wide
@@ -165,7 +168,7 @@ def _cast(module: nn.Module, precision: Precision) -> tuple[nn.Module, dict[str,
 
 
 def check_original(side: Original) -> tuple[list[Row], str]:
-    """If the reference is the model's graph: rows that compare it with the model itself, and a note."""
+    """If the reference is the model's graph: report entries that compare it with the model itself, and a note."""
     if not side.by_graph:
         return [], ""
     dropped = any(redraws(side.captured(entry).graph) for entry in side.task.entries)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..capture import CapturedGraph, capture
+from ..capture import CapturedGraph, MaskFacts, capture
 from ..compile import copy_to_meta
 from ..emit import emit
 from ..lower import LoweredProgram
@@ -60,7 +60,8 @@ def compile_program(
     """
     if captured is None:
         real, entry = (module, args, kwargs), "train" if module.training else "eval"
-        captured = capture(copy_to_meta(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
+        captured = capture(copy_to_meta(module), args, kwargs, entry=entry, promote=promote, real=lambda: real,
+                           masks=MaskFacts(buffers=dict(module.named_buffers(remove_duplicate=False))))  # fmt: skip
     analysis = analyse(captured.graph, probing(captured.functions))
     chosen = make_plan(captured.graph, analysis, plan, size, batching=batching)
     if chosen.is_pipeline:

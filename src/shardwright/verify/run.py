@@ -1,6 +1,6 @@
 """What both sides do: a few training steps on one batch, then optionally one evaluation.
 
-A `VerifyTask` says what to run; a `TrainingRun` has everything that is compared, gathered and under
+A `VerifyTask` describes what to run; a `TrainingRun` has everything that is compared, gathered and under
 the original names. `follow` is the loop; the two sides differ only in how they call the model and
 where they find gradients (`original.py`, `compiled.py`).
 """

@@ -35,7 +35,7 @@ def test_one_screen_has_the_picture_the_stages_and_what_almost_won(plan):
     screen = str(sw.explain(plan))
     assert len(screen.splitlines()) <= 45
     assert "4 pipeline ranks, schedule 1f1b" in screen and "bubble" in screen and "longer than the mean" in screen
-    assert "1f1b (4 segments, 4 devices, 8 microbatches)" in screen
+    assert "1f1b (4 stages, 4 devices, 8 microbatches)" in screen
     assert "blocks.0" in screen and "memory" in screen
 
 

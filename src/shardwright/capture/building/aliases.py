@@ -37,7 +37,7 @@ class TensorHandle:
     view: AliasView | None = None
     version: int = 0
     seen: int = 0
-    storage: int = 0  # of the traced tensor: tells whether a reshape shared memory
+    storage: int = 0  # of the traced tensor: whether a reshape shared memory
     past: list[str] = field(default_factory=list)  # the values that a root had before it was written to
 
     def root(self) -> TensorHandle:

@@ -2,7 +2,7 @@
 
 Which inputs an op casts depends on the op and on dtypes alone, so each combination is
 tried once, on fakes, with a mode that sits below autocast and sees the casts. Where an op
-casts only deeper inside (einsum), nothing explicit can be said: it keeps its region.
+casts only deeper inside (einsum), no explicit cast can be written: it stays in its region.
 """
 
 from __future__ import annotations

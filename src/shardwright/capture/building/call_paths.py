@@ -116,7 +116,7 @@ def _is_record(tree: Any) -> bool:
 
 
 def _register_by_attributes(kind: type, every: bool = False) -> None:
-    """An object whose attributes are its children; unless it is `every` one, what holds no tensors is fixed."""
+    """An object whose attributes are its children; unless it is `every` one, what has no tensors is fixed."""
 
     def split(tree: Any) -> tuple[list[str], list[tuple[str, Any]]]:
         names, fixed = [], []

@@ -1,6 +1,6 @@
-"""One spelling for each thing: the many ways in which aten says the same are made one.
+"""The canonical form of each traced call: where aten has several spellings, a graph has one.
 
-`write` is the only door into the draft for traced calls. An op's definition says what its canonical form is
+`write` is how all traced calls get into the graph builder. An op's definition has its canonical form
 (`OpSpec.canonical`); each returns the names of the outputs. Identities return their input, so nothing is left of a cast
 to the same dtype, a dropout that does nothing, a clone.
 """

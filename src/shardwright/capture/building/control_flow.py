@@ -1,4 +1,4 @@
-"""Branches and loops that data decides: `torch.cond`, `scan`, `while_loop`, each one op with graphs of its own.
+"""Branches and loops that data decides: `torch.cond`, `scan`, `while_loop`, each one op with its own graphs.
 
 The op names the graphs it runs (`Graph.branches`). What a graph reads comes in as operands of
 the op, parameters too, so that their gradients are those of any op. Equal graphs are one.
@@ -19,8 +19,9 @@ from ...ops.user_calls import COND, SCAN, WHILE
 from ..captured import ImportedFunction
 from ..failure import unsupported
 from .aliases import TensorHandle
-from .finish import drop_dead, identifier, join_repeats, ops_of, promote_floats, value_names, values_of
+from .finish import drop_dead, join_repeats, ops_of, promote_floats, values_of
 from .graph_builder import GraphBuilder, OpOrigin, ValueInfo, ValueRef
+from .value_names import identifier, value_names
 
 Walk = Callable[[fx.GraphModule, GraphBuilder, Sequence[TensorHandle], Callable[[Tensor], TensorHandle]], Sequence[Any]]
 """Converts a graph module into a draft, given handles for its placeholders and a way to add constants."""

@@ -1,6 +1,6 @@
-"""From exported nodes to the draft: one walk, no_grad and autocast regions inlined.
+"""From exported nodes to the graph builder: one pass, no_grad and autocast regions inlined.
 
-The exported graph is not functional and nests regions as submodules. The walk gives every
+The exported graph is not functional and nests regions as submodules. The pass gives every
 node a handle (aliases.py), reads arguments through the handles, turns writes into new
 values, and hands each call to canonical.py.
 """
@@ -184,15 +184,15 @@ class GraphConversion:
         known = self.builder.infos
         slices = [replace(known[ref.name], shape=known[ref.name].shape[1:]) for ref in xs]
         infos = [*(known[ref.name] for ref in init), *slices, *(known[ref.name] for ref in captured)]
-        names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("held", captured)]
+        names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("captured", captured)]
         name, constants = self._loop_body(step, "scan_step", infos, names, modes, place)
-        return SCAN, {"step": name, "init": init, "xs": xs, "held": (*captured, *constants)}
+        return SCAN, {"step": name, "init": init, "xs": xs, "captured": (*captured, *constants)}
 
     def _while(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
         test, body, *groups = args
         carried, captured = (operands_of(group, place) for group in groups)
         infos = [self.builder.infos[ref.name] for ref in (*carried, *captured)]
-        names = [*_numbered("carry", carried), *_numbered("held", captured)]
+        names = [*_numbered("carry", carried), *_numbered("captured", captured)]
         graphs = []
         for module, kind in ((test, "while_test"), (body, "while_body")):
             name, constants = self._loop_body(module, kind, infos, names, modes, place)
@@ -200,7 +200,7 @@ class GraphConversion:
                 remedy = "Make the constant a buffer, or make it before the loop and pass it in."
                 raise unsupported("a loop makes a constant tensor", place.source, remedy)
             graphs.append(name)
-        return WHILE, {"test": graphs[0], "body": graphs[1], "carried": carried, "held": captured}
+        return WHILE, {"test": graphs[0], "body": graphs[1], "carried": carried, "captured": captured}
 
     def _loop_body(
         self, module: fx.GraphModule, kind: str, infos: list[ValueInfo], names: list[str], modes: Modes, place: OpOrigin
@@ -350,7 +350,7 @@ class GraphConversion:
             "rule": call.rule,
             "tensors": tuple(tensors[: call.tensors]),
             "names": call.names,
-            "held": tuple(tensors[call.tensors :]),
+            "state": tuple(tensors[call.tensors :]),
         }
         names = self.builder.emit(OPAQUE, arguments, infos, place, "experts" if call.rule else "opaque")
         for name, output in zip(names, call.outputs, strict=True):

@@ -1,13 +1,11 @@
-"""From the draft to an `ir.Graph`: repeated constants joined, dead steps dropped, names given."""
+"""From the draft to an `ir.Graph`: repeated constants joined, dead steps dropped, ops named."""
 
 from __future__ import annotations
 
-import keyword
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from ...ir import Dtype, Op, Slot, Value
@@ -18,7 +16,7 @@ HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
 def join_repeats(builder: GraphBuilder) -> None:
-    """Number equal steps without gradient as one (`builder.renamed` says what stands for what)."""
+    """Number equal steps without gradient as one (`builder.renamed` maps the names)."""
     same: dict[str, str] = {}
     seen: dict[Any, DraftOp] = {}
     steps: list[DraftOp] = []
@@ -100,68 +98,6 @@ def op_names(steps: Sequence[DraftOp]) -> list[str]:
     return names
 
 
-def value_names(builder: GraphBuilder, fixed: Mapping[str, str]) -> dict[str, str]:
-    """A readable, unique name for every value; `fixed` are the wishes for what no step makes."""
-    options = dict(fixed)
-    last: dict[tuple[str, str, int], int] = {}
-    for index, step in enumerate(builder.steps):
-        if step.place.source:
-            last[step.place.owner, step.place.source.file, step.place.source.line] = index
-    for index, step in enumerate(builder.steps):
-        source = step.place.source
-        assigned: tuple[str, ...] = ()
-        if source and (last[step.place.owner, source.file, source.line] == index or _ends_line(builder.steps, index)):
-            assigned = assignment(source.code)
-        for number, name in enumerate(step.outputs):
-            options[name] = _wanted_name(step, assigned, number)
-    count: Counter[str] = Counter()
-    used: set[str] = set()
-    names: dict[str, str] = {}
-    for name, option in options.items():
-        chosen = option
-        while chosen in used:
-            count[option] += 1
-            chosen = f"{option}_{count[option]}"
-        used.add(chosen)
-        names[name] = chosen
-    return names
-
-
-def _ends_line(steps: Sequence[DraftOp], index: int) -> bool:
-    """Whether the next step is on another line (a helper function called twice has two such ends)."""
-    here = steps[index].place
-    after = steps[index + 1].place if index + 1 < len(steps) else None
-    return here.path == here.owner and (after is None or (after.owner, after.source) != (here.owner, here.source))
-
-
-def _wanted_name(step: DraftOp, assigned: tuple[str, ...], number: int) -> str:
-    if len(assigned) == len(step.outputs) or (len(assigned) > 1 and number < len(assigned) and len(step.outputs) > 1):
-        return assigned[number]
-    if len(assigned) == 1:
-        return assigned[0]
-    leaf = step.place.module.rsplit(".", 1)[-1]
-    if step.place.path != step.place.owner and leaf.isidentifier() and not keyword.iskeyword(leaf):
-        return leaf
-    return identifier(step.kind)
-
-
-@lru_cache(maxsize=4096)
-def assignment(code: str) -> tuple[str, ...]:
-    """The names that a line assigns to: "q, k = f(x)" -> ("q", "k"); () for anything else."""
-    match = re.match(r"([A-Za-z_][\w\s,]*?)\s*(?::[^=]*)?(?:[-+*/@|&]?=)(?!=)", code)
-    if match is None:
-        return ()
-    names = tuple(part.strip() for part in match[1].split(",") if part.strip())
-    return names if all(name.isidentifier() and not keyword.iskeyword(name) for name in names) else ()
-
-
-def identifier(text: str) -> str:
-    """A python name made of any text."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "value"
-    name = f"v_{name}" if name[0].isdigit() else name
-    return f"{name}_" if keyword.iskeyword(name) else name
-
-
 def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
     """The steps as ops of a graph."""
     ops = []
@@ -176,6 +112,7 @@ def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
                 inputs=tuple(names[value] for value in inputs), outputs=tuple(names[value] for value in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
                 no_grad=place.no_grad, draws=is_random_call(torch_op(step.target), step.arguments),
+                mask=step.mask and step.mask.renamed(names),
             )
         )  # fmt: skip
     return tuple(ops)

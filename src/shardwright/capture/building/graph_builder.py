@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...ir import SourceLine
+from ...ir import MaskStructure, SourceLine
 from ...ops import spec_of
 
 
@@ -43,6 +43,7 @@ class OpOrigin:
     module: str = ""  # the module
     owner: str = ""  # the innermost module that is not one of torch.nn's, with its call
     source: SourceLine | None = None
+    callers: tuple[SourceLine, ...] = ()  # the lines that called it, the innermost last
     region: str | None = None
     autocast: str | None = None
     no_grad: bool = False
@@ -55,6 +56,7 @@ class DraftOp:
     outputs: list[str]
     place: OpOrigin
     kind: str  # what the op is called in its name
+    mask: MaskStructure | None = None
 
     def inputs(self) -> list[str]:
         """The values it reads, each once, in order of first use."""

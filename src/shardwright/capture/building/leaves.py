@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +14,16 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Node
 
 from ...errors import CaptureError
-from ..captured import InputLeaf
+from ..captured import InputLeaf, MaskFacts
 from ..failure import unsupported
 from ..tracing.export import Trace
 from ..tracing.foreign_parameters import is_foreign, refusal
 from .aliases import AliasView, TensorHandle
 from .canonical import AtenCall, write
-from .finish import identifier
 from .graph_builder import GraphBuilder, OpOrigin, ValueRef, base_name
 from .schema import value_info
 from .source_lines import source_of
+from .value_names import identifier
 
 SAVE_NOTHING = ("aten.embedding.default", "aten.detach.default", "aten.sub.Tensor", "aten.add.Tensor")
 """Ops whose backward does not need the values of a parameter that they read."""
@@ -35,6 +36,7 @@ class Leaves:
     module: nn.Module
     traced: Trace
     builder: GraphBuilder
+    masks: MaskFacts
     parameters: dict[str, list[str]] = field(default_factory=dict)  # value -> keys
     trainable: dict[str, bool] = field(default_factory=dict)
     buffers: dict[str, TensorHandle] = field(default_factory=dict)  # key -> handle
@@ -47,6 +49,8 @@ class Leaves:
     input_handles: list[TensorHandle] = field(default_factory=list)
     inputs: list[InputLeaf] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
+    padding: dict[str, int] = field(default_factory=dict)  # see `CapturedGraph`; by value
+    fixed: set[str] = field(default_factory=set)  # of constants and buffers, those whose values the graph goes by
 
     def placeholders(self, arguments: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """A handle or a literal for each placeholder of the exported program."""
@@ -63,7 +67,7 @@ class Leaves:
                 handles[index] = owned[str(spec.target)]
             elif spec.kind is not InputKind.CONSTANT_TENSOR:
                 kind = spec.kind.name.lower().replace("_", " ")
-                raise CaptureError(f"the model holds a {kind} ({spec.target}), which a graph can't say")
+                raise CaptureError(f"the model has a {kind} ({spec.target}), which a graph can't represent")
             if isinstance(handles[index], TensorHandle):
                 handles[index].storage = node.meta["val"].untyped_storage()._cdata
                 by_storage[handles[index].storage] = handles[index]
@@ -71,6 +75,16 @@ class Leaves:
             if spec.kind is InputKind.CONSTANT_TENSOR:
                 handles[index] = self._constant(spec, node, by_storage)
         return handles
+
+    def known_values(self) -> dict[str, torch.Tensor]:
+        """The values of constants, and of buffers that have some and that forward does not write to."""
+        buffers = {
+            handle.name: buffer
+            for key, original in self.module.named_buffers(remove_duplicate=False)
+            for handle, buffer in [(self.buffers[key], self.masks.buffers.get(key, original))]
+            if handle.name == self.buffer_start[key] and not isinstance(buffer, FakeTensor) and not buffer.is_meta
+        }
+        return {**buffers, **self.constants}
 
     def parameter_updates(self) -> dict[str, str]:
         """What forward leaves in the parameters that it writes to, by their value at the start."""
@@ -82,12 +96,12 @@ class Leaves:
                 place = OpOrigin() if at is None else steps[at].place
                 arguments, info = {"self": ValueRef(end)}, self.builder.infos[end]
                 updates[start] = self.builder.emit_one("aten.detach.default", arguments, info, place)
-                if at is not None:  # beside what makes it, which says in which stage of a pipeline it is
+                if at is not None:  # next to what makes it, which decides in which pipeline stage it is
                     steps.insert(at + 1, steps.pop())
         return updates
 
     def check_writes(self) -> None:
-        """Buffers and parameters may change in a step; other tensors may not, and a caller's are left alone."""
+        """Buffers and parameters may change in a step; others may not, and the caller is told that theirs stay."""
         for key, handle in self.owned_parameters.items():
             self._check_earlier_reads(key, frozenset(handle.past))
         for key, handle in self.outside.items():
@@ -99,8 +113,12 @@ class Leaves:
                 )
         for leaf, handle in zip([leaf for leaf in self.inputs if leaf.value], self.input_handles, strict=True):
             if handle.version:
-                self.builder.notes.append(
-                    f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
+                note = f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
+                self.builder.notes.append(note)
+                warnings.warn(
+                    f"{note}: the caller's tensor stays as it was. Change a copy ({leaf.path}.clone()), and return it "
+                    "if it is read after the call",
+                    stacklevel=2,
                 )
 
     def _check_earlier_reads(self, key: str, past: frozenset[str]) -> None:
@@ -140,7 +158,7 @@ class Leaves:
         lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
         line = next((line for line in lines if line is not None), None)
         if tensor.layout != torch.strided:
-            what = f"It reads a sparse tensor {list(tensor.shape)} that the model keeps, which a program can't hold"
+            what = f"It reads a sparse tensor {list(tensor.shape)} of the model, which a program can't have"
             raise unsupported(what, line, "Keep it dense, or pass it to forward.")
         base = by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None:

@@ -109,7 +109,7 @@ class SelectionOp:
         return self._masked(MaskedSelection(names[0], names[1], len(shape), self.place), 0)
 
     def apply(self, args: Sequence[Any], kwargs: dict[str, Any]) -> MaskedSelection | TensorHandle | list[Any]:
-        """What an op makes of selections; a refusal if it is none that can be said with the whole tensor."""
+        """What an op makes of selections; a refusal if it can't be written with the full tensor."""
         named = {a.name: argument for a, argument in zip(self.op._schema.arguments, args, strict=False)} | dict(kwargs)
         kind = self.op._opname
         if kind == "index_put_" and len(named["indices"]) == 1 and not named.get("accumulate"):
@@ -163,7 +163,7 @@ class SelectionOp:
                 isinstance(argument, TensorHandle)
                 and tuple(_broadcast(self._fact(argument.read()).shape, rest)) != rest
             ):
-                raise self._refusal("what a boolean mask selects, together with a tensor of other rows")
+                raise self._refusal("what a boolean mask selects, together with a tensor of another selection")
             if isinstance(argument, MaskedSelection) and self._fact(argument.dense).shape != info.shape:
                 raise self._refusal("selections of different shapes")
         return replace(first, dense=self._emit(named, info))
@@ -174,7 +174,7 @@ class SelectionOp:
         rest = self._rest(first)
         dims = [dims] if isinstance(dims, int) else list(dims) if dims else list(range(1 + len(rest)))
         places = sorted(dim % (1 + len(rest)) for dim in dims)
-        if places and places[0] > 0:  # within a row: the rows stay
+        if places and places[0] > 0:  # within a selected element: the selection stays
             within = tuple(first.lead + dim - 1 for dim in places)
             sizes = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
             shape = sizes if keepdim else [size for at, size in enumerate(sizes) if at not in within]
@@ -226,7 +226,7 @@ class SelectionOp:
         elif "size" in named and all(isinstance(size, int) for size in named["size"][1:]):
             rest = tuple(named["size"][1:])
         else:
-            raise self._refusal("a selection expanded to other rows")
+            raise self._refusal("a selection expanded to another one")
         mine = self._rest(first)
         if not isinstance(named.get("self"), MaskedSelection) or len(rest) != len(mine) or -1 in rest:
             raise self._refusal("a selection expanded to more dims")
@@ -269,7 +269,7 @@ class SelectionOp:
         )
 
     def _classes(self, named: dict[str, Any], first: MaskedSelection) -> TensorHandle:
-        """A loss over classes: rows that are not selected are ignored by their label."""
+        """A loss over classes: samples that are not selected are ignored by their label."""
         scores, target = named["self"], named["target"]
         if (
             not isinstance(scores, MaskedSelection)
@@ -308,7 +308,7 @@ class SelectionOp:
         return self.builder.infos[name]
 
     def _emit(self, named: dict[str, Any], info: ValueInfo) -> str:
-        """The op itself, with whole tensors in the places of selections."""
+        """The op itself, with full tensors in the places of selections."""
 
         def convert(argument: Any) -> Any:
             return ValueRef(argument.dense) if isinstance(argument, MaskedSelection) else self.read(argument)

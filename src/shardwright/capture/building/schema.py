@@ -66,7 +66,7 @@ def named_arguments(
 
 
 def _is_hint(argument: Any) -> bool:
-    """Whether an argument only says which kernel to use."""
+    """Whether an argument only chooses a kernel."""
     return str(argument.name).startswith("cudnn") and bool(argument.has_default_value())
 
 
@@ -111,5 +111,5 @@ def value_infos(values: Any, source: SourceLine | None = None) -> list[ValueInfo
     every = values if isinstance(values, tuple | list) else [values]
     if any(isinstance(value, tuple | list) for value in every):
         remedy = "Keep the submodule out with sw.opaque(submodule)."
-        raise unsupported("the op returns a list of tensors beside others", source, remedy)
+        raise unsupported("the op returns a list of tensors and other tensors", source, remedy)
     return [value_info(value, source) for value in every if isinstance(value, torch.Tensor)]

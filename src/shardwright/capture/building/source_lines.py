@@ -29,7 +29,7 @@ _HOUSE = re.compile(r"/transformers/(modeling_utils|utils/|integrations/|modelin
 
 @contextmanager
 def user_frames() -> Iterator[None]:
-    """Let torch record the user's frames with every node, helper functions included (it keeps only `forward`s)."""
+    """Let torch record the user's frames with every node, helper functions included (it records only `forward`s)."""
     tracer: Any = TracerBase
     original = tracer._filter_traceback_frames
 
@@ -56,10 +56,11 @@ def origin_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> O
         if not name.startswith(("torch.nn.", "transformers.activations.")):
             owner = _call_path(key, entry)
     region = meta.get(REGION)
-    source = source_of(meta.get("stack_trace"))
+    lines = _lines_of(meta.get("stack_trace"))
     return OpOrigin(
-        path=path, module=module, owner=owner, source=source, region=region, autocast=autocast, no_grad=no_grad
-    )
+        path=path, module=module, owner=owner, source=lines[-1] if lines else None, callers=lines[:-1], region=region,
+        autocast=autocast, no_grad=no_grad,
+    )  # fmt: skip
 
 
 def _call_path(key: str, entry: tuple[str, Any]) -> str:
@@ -76,14 +77,21 @@ def _clean(path: str) -> str:
     return ".".join(part for part in path.split(".") if part and part != "_orig_mod")
 
 
-@lru_cache(maxsize=4096)
 def source_of(trace: str | None) -> SourceLine | None:
     """The innermost line of a stack trace that is not torch's or ours."""
-    best: SourceLine | None = None
+    lines = _lines_of(trace)
+    return lines[-1] if lines else None
+
+
+@lru_cache(maxsize=4096)
+def _lines_of(trace: str | None) -> tuple[SourceLine, ...]:
+    """The user's lines in a stack trace, from the outermost to the innermost that says something."""
+    lines: list[SourceLine] = []
     for file, line, code in _FRAME.findall(trace or ""):
         if file.startswith((_TORCH, _OURS, "<")):
             continue
-        if _HOUSE.search(file) and best is not None and "modeling_" in best.file:
+        if _HOUSE.search(file) and lines and "modeling_" in lines[-1].file:
             continue
-        best = SourceLine(file=file, line=int(line), code=code.strip() or linecache.getline(file, int(line)).strip())
-    return best
+        text = code.strip() or linecache.getline(file, int(line)).strip()
+        lines.append(SourceLine(file=file, line=int(line), code=text))
+    return tuple(lines)

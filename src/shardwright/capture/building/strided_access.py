@@ -1,4 +1,4 @@
-"""Places in memory as numbers of elements: what goes by strides is said by order, since values have none here."""
+"""Memory offsets as element numbers: accesses by stride become lookups by index, since values have no strides here."""
 
 from __future__ import annotations
 

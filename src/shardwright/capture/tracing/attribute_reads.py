@@ -1,4 +1,4 @@
-"""Which attributes of its modules a trace reads: what a program holds as a constant.
+"""Which attributes of its modules a trace reads: what a program has as constants.
 
 A number, a flag, a list or a config that a forward reads is fixed in the graph. Whoever runs the
 program has to know which they were, so that a change of one is seen and a change of any other costs nothing.

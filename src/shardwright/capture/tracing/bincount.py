@@ -1,6 +1,6 @@
 """`torch.bincount` with a size that is known: routers of experts count tokens with it.
 
-Its result is as long as the largest number, which no trace can know. With `minlength` the caller says how long
+Its result is as long as the largest number, which no trace can know. With `minlength` the caller sets how long
 it will be; inside `counting` that is the length, and a larger number is an error when the program runs.
 """
 

@@ -1,8 +1,8 @@
 """What a forward leaves behind in the attributes of its modules, and whether its next call reads it.
 
-A program does the same at every call. A forward that caches a mask, or keeps a loss for somebody to look at, does so
-too; one that goes on from the hidden state of its last call, or counts its calls and scales by the count, does not.
-They are told apart by tracing once more, with the attributes as the first call has left them: what is read the next
+A program does the same at every call. A forward that caches a mask, or stores a loss for somebody to read, does so
+too; one that continues from the hidden state of its last call, or counts its calls and scales by the count, does not.
+They are distinguished by tracing once more, with the attributes as the first call has left them: what is read the next
 time shows in the graph. What is known (constant_values.py) may be read, since it would only be made again.
 
 A container or an object that the second call changes in place as well (a list that is appended to, a counter in a

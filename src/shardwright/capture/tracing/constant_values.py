@@ -1,12 +1,12 @@
 """Values that are known while a model is traced, since they depend on no input and no parameter.
 
 A mask of ones that a model makes for itself has values, and so has what follows from it alone.
-Where the model then asks (`if mask.all()`, `shapes.tolist()`), the answer is the same at every
+Where the model then branches on them (`if mask.all()`, `shapes.tolist()`), the answer is the same at every
 call. Beside the trace such tensors are computed for real; a number that is taken out of one is
-that number. A tensor that the model holds as a plain attribute is part of the graph as it is, and
+that number. A tensor that is a plain attribute of the model is part of the graph as it is, and
 so is known too.
 
-Writes in place are done beside the trace as well. What is written by something that is not known is
+Writes in place are carried out on these values as well. What is written by something that is not known is
 forgotten, and with it everything that shares its memory.
 """
 
@@ -26,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _MAKERS = frozenset({"ones", "zeros", "full", "arange", "eye", "linspace"})
 _LIKE = frozenset({"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"})
-_ABOUT = _MAKERS | _LIKE  # what is made says more than what it is made of
-_SHAPED = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})  # the other tensor only says how
+_ABOUT = _MAKERS | _LIKE  # the result tells more than the inputs
+_SHAPED = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})  # the other gives a shape or a dtype
 _QUESTIONS = frozenset({
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
     "__contains__", "equal", "allclose", "is_nonzero",
@@ -78,7 +78,7 @@ class ConstantValues(TorchFunctionMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gives for the values, beside the trace; None if it is asked with a number that is a symbol."""
+        """The result of a call on known values, outside of the trace; None if an argument is a symbolic number."""
         with _disable_current_modes(), torch.no_grad():
             args, kwargs = pytree.tree_map(self._real, (args, kwargs))
             if any(isinstance(leaf, _SYMBOLS) for leaf in pytree.tree_leaves((args, kwargs))):

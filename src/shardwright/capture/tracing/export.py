@@ -143,7 +143,7 @@ def _check_next(module: nn.Module, again: Callable[[], str], traced: Trace, writ
 def _checked(
     user_calls: KeptCalls, module: nn.Module, real: Real, seen: dict[str, list[ObservedCall]]
 ) -> tuple[str, ...]:
-    """Notes, after holding opaque submodules to what they say of their rows."""
+    """Notes, after checking that samples of opaque submodules are independent where they claim it."""
     paths = dict.fromkeys(
         call.path for call in user_calls.calls.values() if isinstance(call, OpaqueCall) and call.batch
     )
@@ -153,7 +153,9 @@ def _checked(
     try:
         seen.update(observe_calls(real, module, missing) if missing else {})
     except NoValues:
-        return tuple(f"that the rows of {path} are independent was not checked: there are no values" for path in paths)
+        return tuple(
+            f"that the samples of {path} are independent was not checked: there are no values" for path in paths
+        )
     return tuple(note for path in paths if (note := check_rows(path, seen[path][0])))
 
 
@@ -229,7 +231,7 @@ def _is_of_dynamo(error: BaseException) -> bool:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Compiling makes many small objects that live on; collecting garbage meanwhile only walks the heap."""
+    """Compiling makes many small objects that live on; collecting garbage meanwhile only costs time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -260,7 +262,7 @@ def _watching(module: nn.Module, strict: bool, known: ConstantValues, left: Attr
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch says about its own insides while it exports."""
+    """Silence torch's warnings about its own internals while it exports."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")

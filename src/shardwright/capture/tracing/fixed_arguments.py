@@ -19,7 +19,7 @@ _WORD = "shardwright argument"
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether a value can't change; a device only where a trace is, since code may ask what it is."""
+    """Whether a value can't change; a device only where a trace is, since code may read it."""
     if isinstance(value, torch.device):
         return value.type == "cpu"
     return isinstance(value, torch.dtype | torch.layout | torch.memory_format | slice | range)

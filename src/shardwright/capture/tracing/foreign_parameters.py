@@ -44,7 +44,7 @@ def is_foreign(tensor: Tensor) -> bool:
 
 
 def _asks_no_values(func: Any) -> bool:
-    """Whether a call asks for a shape or a dtype only."""
+    """Whether a call reads a shape or a dtype only."""
     name = getattr(func, "__name__", "")
     return name in _ABOUT or (name == "__get__" and getattr(func.__self__, "__name__", "") in _ABOUT_TOO)
 
@@ -55,7 +55,7 @@ def refusal(tensor: Tensor, source: SourceLine | None) -> Exception:
         f"A {what} {list(tensor.shape)} is read but is not a parameter of the model: it would be a constant of the "
         "program, and never trained",
         source,
-        "Register the module that holds it (self.name = module, or nn.ModuleList for a list of them), and let "
+        "Register the module that it belongs to (self.name = module, or nn.ModuleList for a list of them), and let "
         "functions reach modules by self, an argument or a variable around them, not by a global name. What is not "
         "trained can be a buffer (register_buffer).",
     )

@@ -1,7 +1,7 @@
 """Whether gradients were on, noted on every node as it is traced.
 
-`torch.export` keeps `torch.no_grad()` as a region, but loses it where it lies inside of an autocast
-region, and with it the user's wish that nothing be trained there.
+`torch.export` records `torch.no_grad()` as a region, but loses it where it lies inside of an autocast
+region, so that what nobody wants trained would be.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def called_with_gradients(on: bool) -> Iterator[None]:
 
 @contextmanager
 def as_called(asks: bool) -> Iterator[None]:
-    """Gradients as they are where the model is called, if its forward asks; else on, so that a program serves both."""
+    """Gradients as at the call of the model, if its forward reads the mode; else on, so that a program serves both."""
     with torch.set_grad_enabled(_AROUND.get()) if asks else nullcontext():
         yield
 

@@ -1,7 +1,7 @@
 """Notes on the nodes of a trace: the checkpointed region they belong to, and whether gradients were off.
 
 Export traces a model several times over, and hands `torch.fx.traceback.current_meta` from one trace to the next. The
-notes have keys of their own there. Torch's way to do this, `torch.fx.traceback.annotate`, keeps everything under one
+notes have keys of their own there. Torch's way to do this, `torch.fx.traceback.annotate`, stores everything under one
 key of this global dict, and every function that dynamo skips (`checkpoint`, `Optimizer.step`) enters it: a rank that
 runs as a thread would restore another thread's notes, in the middle of its trace or after it.
 """

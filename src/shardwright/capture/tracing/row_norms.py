@@ -1,7 +1,7 @@
 """`Embedding(max_norm=...)` while a model is traced, written with ops that can be split.
 
 The rows of a table that are looked up are scaled down in place where their norm is too large, by one op that sees all
-indices and whole rows. Here the indices are counted and the norms are sums, so that ranks may have some of either.
+indices and all of each row. Here the indices are counted and the norms are sums, so that ranks may have some of either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sizes that are given as tensors, while a model is traced.
 
-Where a tensor that is known (constant_values.py: it depends on no input) says how large a result is, the result has a
-fixed size:
+Where a tensor that is known (constant_values.py: it depends on no input) decides how large a result is, the result
+has a fixed size:
 
     x[:, keep]                      an index by the places where the mask `keep` is true
     torch.nonzero(keep)             those places, as a constant
@@ -126,7 +126,7 @@ def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tens
 def _histogramdd(
     x: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False
 ) -> Any:  # fmt: skip
-    """It is two ops for torch; together they return a list beside a tensor, which a graph can't say."""
+    """It is two ops for torch; together they return a list and a tensor, which a graph can't represent."""
     aten: Any = torch.ops.aten
     if isinstance(bins, list | tuple) and all(isinstance(edge, Tensor) for edge in bins):
         histogram = aten._histogramdd_from_bin_tensors(x, bins, weight=weight, density=density)

@@ -45,7 +45,7 @@ class TensorData(TorchFunctionMode):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise CaptureError(
                 f"it assigns a tensor {list(value.shape)} of {value.dtype} to the data of one of {list(tensor.shape)} "
-                f"and {tensor.dtype}, and values of a graph keep their shape and dtype. Use a new variable."
+                f"and {tensor.dtype}, and values of a graph never change shape or dtype. Use a new variable."
             )
         if tensor.requires_grad and not tensor.is_leaf:
             raise _refusal(tensor)

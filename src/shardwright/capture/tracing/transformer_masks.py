@@ -4,8 +4,8 @@
 the model makes is known while it is traced (constant_values.py) and compared. Of one that is passed in, or is a
 buffer, nothing is known: it is used as it is, which computes the same.
 
-In eval and without gradients, an encoder that is given a padding mask packs its rows without the padding, if the mask
-pads at the end only, and then writes zeros where the padding was. That depends on data, so it is refused.
+In eval and without gradients, an encoder that is given a padding mask packs its samples without the padding, if the
+mask pads at the end only, and then writes zeros where the padding was. That depends on data, so it is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _refuse_packing(encoder: nn.TransformerEncoder) -> None:
     packs = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
     if packs and not encoder.layers[0].training:
         raise CaptureError(
-            "in eval an nn.TransformerEncoder that is given src_key_padding_mask may pack its rows as nested tensors "
+            "in eval an nn.TransformerEncoder that is given src_key_padding_mask may pack samples as nested tensors "
             "and write zeros where the padding is, depending on the mask and on whether gradients are wanted. Build it "
             "with enable_nested_tensor=False (or set encoder.use_nested_tensor = False before sw.parallelize)."
         )

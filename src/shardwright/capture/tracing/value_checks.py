@@ -1,8 +1,8 @@
 """Checks of what is in a tensor, taken to have passed.
 
 `assert torch.all(ids >= 0).item()` and `if labels.max() >= size: raise ...` decide by values,
-which a trace does not have. But a program that goes on after them is one for which they
-passed, so that is what is traced. The check itself is not in the graph, and a note says so.
+which a trace does not have. But a program that continues after them is one for which they
+passed, so that is what is traced. The check itself is not in the graph; a note tells the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODELS = os.path.join(_TORCH, "nn") + os.sep  # which checks values as a user's
 
 
 class PassedChecks(TorchFunctionMode):
-    """Within this, a tensor that a check asks for its truth has the one with which the program goes on."""
+    """Within this, the condition of a check has the value with which the program continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ def _has_checks(code: CodeType) -> bool:
 
 @lru_cache(maxsize=64)
 def _value_checks(path: str) -> tuple[int, ...]:
-    """The lines of checks in a file that ask torch about values, and not about shapes or words."""
+    """The lines of checks in a file that depend on values of tensors, not on shapes or strings."""
     asks = re.compile(r"\.(any|all)\(")
     return tuple(line for line in _checks(path) if asks.search(linecache.getline(path, line)))
 
 
 def _unseen(func: FunctionType) -> FunctionType:
-    """The same function, not handed to modes as a whole."""
+    """The same function, not intercepted by modes."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
     copied = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)

@@ -33,7 +33,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "shardwright", "builtins", "triton", "functorch"}
 _HOLDING = frozenset({"types", "argparse", "collections", "functools"})  # whose objects lead to the user's
 GRAD_MODE = "torch.is_grad_enabled()"
-"""The key of the only setting of torch that is looked at where a forward asks for it alone."""
+"""The key of the only setting of torch that is compared only where a forward reads it."""
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST = 20_000
@@ -87,7 +87,7 @@ def is_library(name: str | None) -> bool:
 
 
 class VariableWalk:
-    """Goes from function to function. What they name is kept, since a method counts once its name is mentioned.
+    """Goes from function to function. Names are collected, since a method counts once its name is mentioned.
 
     A name that is mentioned in the user's code may be one of any class. Packages have many more names, so that what
     their code mentions counts for the class only that the code is a method of.
@@ -226,7 +226,7 @@ class VariableWalk:
             self._object(value)
 
     def _keep_setting(self, library: types.ModuleType, chain: Chain, at: int, place: str) -> None:
-        """What a forward asks of torch and of the environment."""
+        """What a forward reads of torch and of the environment."""
         name = chain.steps[at][1] if at < len(chain.steps) else ""
         if library.__name__ == "random" or (library.__name__ == "numpy" and name == "random"):
             self.draws.append(place)
@@ -254,7 +254,7 @@ _NOT_USED = frozenset(
 
 
 def _leads(value: Any, kind: str, name: Any) -> bool:
-    """Whether what is read of a value can be looked at by itself; else the whole value is."""
+    """Whether what is read of a value can be compared by itself; else all of the value is."""
     if kind == "item":
         if isinstance(value, list | tuple):
             return isinstance(name, int)

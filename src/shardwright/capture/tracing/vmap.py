@@ -1,11 +1,11 @@
-"""`torch.vmap` while a model is traced: what comes out are ops on whole batches.
+"""`torch.vmap` while a model is traced: the result is ops on batches.
 
 Export would note down functorch's own bookkeeping instead of tensor ops. So a vmapped function is traced here by
 itself, below functorch, where every op has its batch dim, and the ops that come out are run in its place. What the
 function closes over (weights of the model) is met there as it is, so that gradients go to it.
 
 Transforms that differentiate inside of the model (`torch.func.grad`, `vjp`, `jvp`, `jacrev`) are refused: a trace of a
-backward cuts the gradients of what was saved for it, and training through it would silently lose terms.
+backward drops the gradients of what was saved for it, and training through it would silently lose terms.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Again(fx.Interpreter):
 
 
 def _batched(call: Any, args: Any, kwargs: Any) -> Any:
-    """A call of a vmapped function as ops of whole batches, run where it stands."""
+    """A call of a vmapped function as ops on batches, in the place of the call."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     returned: list[Any] = []

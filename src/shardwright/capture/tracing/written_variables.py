@@ -2,7 +2,7 @@
 
 A program writes to none of them. A variable that a trace has changed is harmless if the next call reads the same of it
 and leaves it alone (a warning that was given, a table that is filled once), which is seen by tracing again
-(export.py). One that holds tensors of the trace is refused: they have no values, and the next call would put nothing
+(export.py). One that has tensors of the trace is refused: they have no values, and the next call would put nothing
 there. So is one that changes at every call, such as a counter.
 """
 
@@ -37,7 +37,7 @@ class WrittenVariables:
             value = _look(variable)
             if freeze(value, self._alive) != before:
                 if any(isinstance(inner, Tensor) and is_fake(inner) for inner in _inside(value)):
-                    raise _refusal([variable], "keeps a tensor of its call in it")
+                    raise _refusal([variable], "stores a tensor of its call in it")
                 variables.append(variable)
         return variables
 

@@ -19,7 +19,7 @@ from ..building.call_paths import register_containers
 from .kept import current, mark, rebuilt
 
 REGISTERED = "shardwright_registered"
-"""Where a function that is kept whole has the one that was registered."""
+"""The attribute of a registered function that has the original."""
 
 
 class Callee:
@@ -36,7 +36,7 @@ class Callee:
                 raise RuleError(f"{path} takes **{parameter.name}: an op needs names for all of its arguments")
         self.names = tuple(self.signature.parameters)
         self.changed: tuple[int, ...] = ()  # the tensors that it changes, counted along the arguments
-        self.compared = describe is None  # whether a call was seen to do what `describe` says
+        self.compared = describe is None  # whether a call was seen to match `describe`
 
     def values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """A value for every parameter."""
@@ -78,14 +78,14 @@ class Callee:
         return empty(self._call(self.describe, values))
 
     def _compare(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """The first call of a function that was not run in the trace, held to what was said of it."""
+        """The first call of a function that was not run in the trace must match its `shapes`."""
         tensors = flat(values)
         before = [x.detach().clone() for x in tensors]
         wanted = [(tuple(x.shape), x.dtype) for x in tensors_of(self._described(values))]
         result = self._call(function, values)
         returned = [(tuple(x.shape), x.dtype) for x in tensors_of(result)]
         if returned != wanted:
-            raise InputError(f"{self.path} returned {_shown(returned)}, and its shapes= says {_shown(wanted)}")
+            raise InputError(f"{self.path} returned {_shown(returned)}, and its shapes= gives {_shown(wanted)}")
         for at, (x, y) in enumerate(zip(tensors, before, strict=True)):
             if at not in self.changed and not torch.equal(x, y):
                 raise InputError(

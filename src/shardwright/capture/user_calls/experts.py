@@ -1,4 +1,4 @@
-"""Layers of experts: submodules that are kept as one op, with a rule that says how they may be split.
+"""MoE layers: submodules that stay one op, with a rule that says how they may be split.
 
 A layer of experts takes tokens, the experts of each, and their weights, and returns tokens:
 

@@ -1,7 +1,7 @@
 """What can't be captured, found and made opaque: the smallest submodule whose own code fails, or its parent.
 
 An error of capture knows the submodule it came from. With opaque="auto" that submodule is marked,
-the user is told, and capture tries again.
+the user is warned, and capture tries again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AUTO = "_shardwright_auto"
 
 
 def find_opaque(module: nn.Module, how: str) -> nn.Module:
-    """Have capture keep what it can't say as it is (how="auto"), or only what is marked ("marked")."""
+    """Have capture leave uncompiled what it can't capture (how="auto"), or only what is marked ("marked")."""
     if how not in ("marked", "auto"):
         raise InputError(f'opaque={how!r}; use "marked" (what sw.opaque marks) or "auto" (what can\'t be captured too)')
     if how == "auto":
@@ -39,7 +39,7 @@ def widen(module: nn.Module, error: CaptureError) -> bool:
     reason = one_line(error)
     vars(module.get_submodule(path))[MARK] = OpaqueRequest(reason=reason)
     warnings.warn(
-        f"{_python_path(path)} is not captured and stays as it is, whole on every device. {reason}",
+        f"{_python_path(path)} is not captured and runs uncompiled, replicated on every device. {reason}",
         UserWarning,
         stacklevel=4,
     )
@@ -75,4 +75,4 @@ def _python_path(path: str) -> str:
 def notes_of(module: nn.Module) -> list[str]:
     """What was made opaque unasked, and why."""
     reasons = ((path, getattr(opaque_request(part), "reason", "")) for path, part in opaque_parts(module))
-    return [f"{path} stays as it is, whole on every device: {reason}" for path, reason in reasons if reason]
+    return [f"{path} runs uncompiled, replicated on every device: {reason}" for path, reason in reasons if reason]

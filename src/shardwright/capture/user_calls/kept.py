@@ -1,4 +1,4 @@
-"""What tracing would silently drop, kept: custom backward functions and checkpointed regions.
+"""What tracing would silently drop, preserved: custom backward functions and checkpointed regions.
 
 `torch.export` runs the forward of a `torch.autograd.Function` and forgets its backward,
 and it traces through `torch.utils.checkpoint` as if it were not there. Inside `keeping`
@@ -121,7 +121,7 @@ class UserCall:
         data = isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
         why = "a number that depends on data" if data else f"an object of type {type(leaf).__name__}"
         raise CaptureError(
-            f"{path_of(self.function)} returns {why}, which a graph can't hand on. Return tensors, and beside them "
+            f"{path_of(self.function)} returns {why}, which a graph can't return. Return tensors, and besides them "
             "only numbers, strings and None that follow from shapes and arguments, or keep the submodule that calls "
             "it out of the graph with sw.opaque(submodule)."
         )
@@ -136,7 +136,7 @@ class Position:
 
 @dataclass(slots=True)
 class KeptCalls:
-    """What was kept in one trace."""
+    """What was preserved in one trace."""
 
     calls: dict[str, MarkedCall] = field(default_factory=dict)
     regions: int = 0
@@ -153,7 +153,7 @@ def current() -> KeptCalls | None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Within this nothing is kept: what runs is no part of the trace."""
+    """Within this nothing is preserved: what runs is no part of the trace."""
     token = _current.set(None)
     try:
         yield
@@ -162,7 +162,7 @@ def paused() -> Iterator[None]:
 
 
 class _Context(torch.autograd.function.FunctionCtx):
-    """The ctx that a forward sees while it is traced; what it keeps is thrown away."""
+    """The ctx that a forward sees while it is traced; what it saves is discarded."""
 
     needs_input_grad: tuple[bool, ...] = ()
 
@@ -173,7 +173,7 @@ class _Context(torch.autograd.function.FunctionCtx):
 def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     user_calls = _current.get()
     if user_calls is None:
-        raise RuntimeError("the marker for functions that are kept was called outside of capture")
+        raise RuntimeError("the marker for registered functions was called outside of capture")
     return user_calls.calls[key].shapes(tensors)
 
 

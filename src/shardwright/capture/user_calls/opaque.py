@@ -38,18 +38,18 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class OpaqueRequest:
-    """How a submodule wants to be kept."""
+    """How an opaque submodule may be called."""
 
     batch: bool = False
-    reason: str = ""  # why it was not captured, where nobody asked for it by name
+    reason: str = ""  # why it was not captured, where nobody marked it
     experts: bool = False
 
 
 def opaque(module: Module, *, batch: bool = False) -> Module:
     """Keep a submodule as it is: `model.tokenizer = sw.opaque(model.tokenizer)`. Returns the same module.
 
-    It becomes one op that runs whole on every device, whatever Python it is written in. With `batch` its rows are
-    said to be independent, and it is split on dim 0 of what it takes and returns; the claim is checked on the
+    It becomes one op that runs replicated on every device, whatever Python it is written in. With `batch` its samples
+    are declared independent, and it is split on dim 0 of what it takes and returns; the claim is checked on the
     example, forward and backward, and refused if it is not true.
     """
     if not isinstance(module, nn.Module):
@@ -72,12 +72,12 @@ def experts(module: Module) -> Module:
 
 
 def opaque_request(module: nn.Module) -> OpaqueRequest | None:
-    """How a submodule is to be kept, if it is."""
+    """How a submodule is opaque, if it is."""
     return vars(module).get(MARK) or (OpaqueRequest(experts=True) if is_known(module) else None)
 
 
 def opaque_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules that are kept, the outermost of those that hold each other."""
+    """The opaque submodules, the outermost of nested ones."""
     inside: tuple[str, ...] = ()
     for path, part in module.named_modules():
         if opaque_request(part) is not None and not path.startswith(inside or ("\0",)):
@@ -159,7 +159,7 @@ def _marked(
 def _on_fakes(
     call: OpaqueCall, part: nn.Module, forward: Callable[..., Any], tensors: Sequence[Tensor]
 ) -> tuple[Any, list[str]]:
-    """What the forward gives on fakes of its own, so that nothing of it is in the trace; and the buffers it changed."""
+    """What the forward returns on fake tensors of its own, outside of the trace, and the buffers it changed."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode:
         fakes = [_fake(tensor) for tensor in tensors]

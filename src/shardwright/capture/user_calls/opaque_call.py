@@ -78,7 +78,7 @@ class OpaqueCall:
 
     @property
     def rows(self) -> bool:
-        """Whether it may be called with some of its rows."""
+        """Whether it may be called with a part of the batch."""
         return self.batch or bool(self.rule)
 
     def _sizes(self, tensor: Tensor) -> tuple[int, ...]:
@@ -89,11 +89,11 @@ class OpaqueCall:
 
     def _check_rows(self) -> None:
         if self.changed:
-            what = f"batch=True says that rows are independent, but it writes to its buffer {self.changed[0]}"
+            what = f"batch=True claims that samples are independent, but it writes to its buffer {self.changed[0]}"
             raise self._refusal(what, "Leave batch out")
         shapes = [list(output.shape) for output in self.outputs]
         if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
-            what = f"batch=True says that all it returns has the same rows, but the shapes are {shapes}"
+            what = f"batch=True claims that all it returns has the same batch dim, but the shapes are {shapes}"
             raise self._refusal(what, "Return tensors with one row for each row of the batch, or leave batch out")
 
     def _refusal(self, what: str, remedy: str) -> CaptureError:
@@ -183,7 +183,7 @@ def forwards(changed: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterato
 
 
 class OpaqueModule:
-    """An opaque submodule ready to be called: a body of its own, and how one call of it looks."""
+    """An opaque submodule ready to be called: its module, and how one call of it looks."""
 
     def __init__(
         self, call: OpaqueCall, body: OpaqueBody, flags: Sequence[bool], dtypes: Sequence[torch.dtype] = ()

@@ -95,16 +95,16 @@ def has_no_values(leaves: Iterable[Any]) -> bool:
 
 
 def check_rows(path: str, seen: ObservedCall) -> str:
-    """Refuse a submodule that says its rows are independent and gives something else in two pieces than whole.
+    """Refuse a submodule that claims independent samples and returns something else for a batch in two parts.
 
-    Returns a note if that can't be told.
+    Returns a note if that can't be checked.
     """
     leaves, spec = pytree.tree_flatten((seen.args, seen.kwargs))
     batch = next(leaf.shape[0] for leaf in pytree.tree_leaves(seen.result) if isinstance(leaf, Tensor))
     mixes = [torch.randn_like(x) for x in pytree.tree_leaves(seen.result) if isinstance(x, Tensor) and _floats(x)]
 
     def run(start: int, end: int, seed: int = 0) -> list[list[Tensor]]:
-        """Outputs, gradients of row inputs, gradients that are sums over the rows."""
+        """Outputs, gradients of batched inputs, gradients that are sums over the batch."""
         shard = [leaf[start:end] if _has_rows(leaf, batch) else leaf for leaf in leaves]
         shard = [leaf.detach().requires_grad_() if _floats(leaf) else leaf for leaf in shard]
         args, kwargs = pytree.tree_unflatten(shard, spec)
@@ -123,9 +123,9 @@ def check_rows(path: str, seen: ObservedCall) -> str:
 
     full = run(0, batch)
     if _apart(run(0, batch, seed=1), full) > 0:
-        return f"{path} draws random numbers, so that its rows are independent could not be checked"
+        return f"{path} draws random numbers, so that its samples are independent could not be checked"
     if batch < 2:
-        return f"the example has one row, so that the rows of {path} are independent could not be checked"
+        return f"the example has one sample, so that the samples of {path} are independent could not be checked"
     split = max(1, batch // 3)
     first, other = run(0, split), run(split, batch)
     joined = [[torch.cat(pair) for pair in zip(a, b, strict=True)] for a, b in zip(first[:2], other[:2], strict=True)]
@@ -135,8 +135,9 @@ def check_rows(path: str, seen: ObservedCall) -> str:
         apart = _apart([mine], [theirs])
         if apart > limit:
             raise CaptureError(
-                f"{path} is said to have independent rows (batch=True), but {what} differs by {apart:.2g} when its "
-                f"{batch} rows are computed as {split} and {batch - split}; leave batch out, so that it runs whole",
+                f"{path} is declared to have independent samples (batch=True), but {what} differs by {apart:.2g} when "
+                f"its {batch} samples are computed as {split} and {batch - split}; leave batch out, so that it runs "
+                "replicated",
                 path=path,
             )
     return ""

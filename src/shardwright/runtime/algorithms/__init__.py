@@ -1,5 +1,7 @@
 """Ops whose shards communicate, and ops that depend on the rank on which they run.
 
-A linear that overlaps its reshard with matmuls, losses over split classes or samples, batch norm over a split batch,
-embedding tables split on their rows, experts, dropout masks by position, custom algorithms of registered ops.
+`linears.py` overlaps a reshard with matmuls, `losses.py` has losses over split classes or samples, `norms.py` batch
+norm over a split batch, `lookup.py` embedding tables split on the vocabulary, `experts.py` MoE layers, `random.py`
+dropout masks by position, `weight_gradients.py` weight gradients that a schedule delays, `custom_ops.py` custom
+algorithms.
 """

@@ -193,6 +193,18 @@ def _flat(x: Tensor) -> Tensor:
 # Reshards.
 
 
+def _unviewed(result: Tensor, x: Tensor) -> Tensor:
+    """The same memory as a tensor of its own, unless it is that of `x`.
+
+    What comes out of a collective is often a view of a buffer. Autograd lets nobody write in place to a view that a
+    custom function returns, and an output of the model belongs to the user.
+    """
+    if not result._is_view() or result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        return result
+    own = result.new_empty(0)
+    return own.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())
+
+
 class _Reshard(torch.autograd.Function):
     """A linear map and its adjoint, each a plain function; the gradient's gradient swaps them again."""
 
@@ -201,7 +213,7 @@ class _Reshard(torch.autograd.Function):
         ctx: Any, x: Tensor, linear_map: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.linear_map, ctx.adjoint, ctx.place = linear_map, adjoint, flight_recorder.here()
-        return linear_map(x)
+        return _unviewed(linear_map(x), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -1,9 +1,8 @@
 """The compiled model as the user sees it: a module that works in an ordinary loop.
 
-It holds the pieces under the original names, finds or makes the program for the call at
-hand (training or eval, these arguments, this batch size), runs it, and keeps gradients,
-buffers and random numbers right. Making a program is not its business: it is given a
-function that does (`compile_entry`).
+It holds the pieces under the original names, finds or makes the program for the call at hand (training or eval, these
+arguments, this batch size, padding or none), runs it, and keeps gradients, buffers and random numbers right. Making a
+program is not its business: it is given a function that does (`compile_entry`).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from .float_inputs import Arguments, FloatInputs, NotAnInput, dtype_of_floats
 from .guards import warn_of_many, why_new
 from .inputs import CallInputs, Mode, check_dtypes
 from .overrides import check_names, check_state
+from .padding import is_unpadded
 from .program import Program, shown
 from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
@@ -265,7 +265,7 @@ class ParallelModel(ModelView):
         for stage in entry.stages:
             stage.renew()
         tensors = entry.flatten(args, kwargs)
-        signature = entry.signature if entry.stage is None else entry.signature.with_frozen(_frozen(holding))
+        signature = entry.signature if entry.stage is None else entry.signature.with_frozen(holding.frozen)
         place = (self.data_rank, self.data_size) if self.passing == "per_replica" else (0, 1)
         self._comparison.begin(signature, tensors, place, at_once=self._global_batch)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
@@ -341,16 +341,22 @@ class ParallelModel(ModelView):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "", floats: Mapping[int, float] | None = None
     ) -> Specialization:
         key = self._key(args, kwargs, method)
+        extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
+        entry = self._compiled(key, args, kwargs, extra)
+        if entry.padding and is_unpadded(entry, args, kwargs, alike=self.passing != "per_replica"):
+            return self._compiled((*key[:3], f"{key[3]}, unpadded"), args, kwargs, {**extra, "unpadded": True})
+        return entry
+
+    def _compiled(self, key: Any, args: Any, kwargs: Any, extra: Mapping[str, Any]) -> Specialization:
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
             self.call_inputs.check(args, kwargs, why=why_new(self._entries, key))
             self.catch_up()
             warn_of_many(self._entries, key)
-            extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
             self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
-            after = self.constants(method)  # a trace may fill a cache of the model
-            self._entries[after, *key[1:]] = self._entries[key]
+            constants = self.constants(extra.get("method", ""))  # a trace may fill a cache of the model
+            self._entries[constants, *key[1:]] = self._entries[key]
         return self._entries[key]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Any, ...]:
@@ -371,12 +377,6 @@ class ParallelModel(ModelView):
                 if len(known) == len(passed) == len(entry.dtypes):
                     check_dtypes([path for path, _ in entry.dtypes], known, passed)
                 return
-
-
-def _frozen(holding: RankState) -> tuple[str, ...]:
-    """The parameters that are trained and not now: on all ranks the same ones, or gradients would not meet."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tuple([name for name, parameter in holding.parameters.items() if not parameter.requires_grad])
 
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:

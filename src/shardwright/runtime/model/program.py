@@ -27,6 +27,7 @@ from shardwright.layout import Reduction, Shard
 from shardwright.layout import chunk_bounds as share_of
 
 from ..algorithms.experts import experts
+from ..algorithms.norms import batch_norm
 from ..algorithms.random import Randomness
 from ..algorithms.weight_gradients import WeightGradientQueue
 from ..parameters.sharded import Untouched
@@ -97,7 +98,7 @@ class Program:
         self.weights = WeightGradientQueue()
         self.random = random
         self.fixed = SimpleNamespace()
-        self.held = Submodule("")
+        self.module = Submodule("")
         self.updates: dict[str, Tensor] = {}
         self.zero: UnitGatherer | None = None
         self.parts: dict[str, OpaqueSubmodule] = {}
@@ -105,6 +106,7 @@ class Program:
         self._versions: list[int] | None = None  # of those, when constants were computed
         self._opened: dict[str, tuple[str, ...]] = {}  # the keys of units that are gathered now
         self._lent: frozenset[str] = frozenset()  # units that are open around the region that runs
+        self._recomputing = False  # the region that runs ran before, in forward
         for name in wanted:
             setattr(self, name, groups[tuple(name.split("_"))])
         self._own = frozenset(self.__dict__)  # what no part of the model may stand in the place of
@@ -136,11 +138,11 @@ class Program:
         if unchanging and tensor is not None:
             self._unchanging.append(tensor)
         *path, last = key.split(".")
-        at = self.held
+        at = self.module
         for part in path:
             if part not in at.__dict__:
                 setattr(at, part, Submodule(f"{at}.{part}".lstrip(".")))
-                if at is self.held and self._is_free(part):
+                if at is self.module and self._is_free(part):
                     self.__dict__[part] = at.__dict__[part]
             at = at.__dict__[part]
         setattr(at, last, tensor)
@@ -148,15 +150,24 @@ class Program:
             self.__dict__[last] = tensor
 
     def _is_free(self, name: str) -> bool:
-        """Whether a part of the model may be an attribute of this name; else it is found in `held` only."""
+        """Whether a part of the model may be an attribute of this name; else it is found in `module` only."""
         return name not in self._own and not hasattr(type(self), name)
 
     def start(self) -> None:
         """A forward begins: whatever the last one left open is not."""
         self._opened.clear()
 
+    @contextmanager
+    def gathered(self, unit: Submodule | str) -> Iterator[None]:
+        """Within this the parameters of a layer are whole; ZeRO-3 gathers them before it and lets them go after it."""
+        self.open(unit)
+        try:
+            yield
+        finally:
+            self.close(unit)
+
     def open(self, unit: Submodule | str) -> None:
-        """Gather the parameters of a unit that are stored split."""
+        """Gather the parameters of a unit that are stored split, until `close`, or to the end of backward."""
         if self.zero is not None and str(unit) not in self._lent:
             gathered = self.zero.open(str(unit))
             self._opened[str(unit)] = tuple(gathered)
@@ -177,54 +188,65 @@ class Program:
         What it opens it lets go at its end, which in backward may be sooner than its text says: torch stops it once
         everything that was asked for is there.
         """
-        opened, lent = self._opened, self._lent
-        again = torch._C._current_graph_task_id() != -1
-        self._opened, self._lent = {}, frozenset() if again else lent | opened.keys()
+        opened, lent, recomputing = self._opened, self._lent, self._recomputing
+        self._recomputing = torch._C._current_graph_task_id() != -1
+        self._opened, self._lent = {}, frozenset() if self._recomputing else lent | opened.keys()
         try:
             yield
         finally:
             for unit in tuple(self._opened):
                 self.close(unit)
-            self._opened, self._lent = opened, lent
+            self._opened, self._lent, self._recomputing = opened, lent, recomputing
 
     def opaque(
-        self, key: str, *tensors: Tensor, held: Mapping[str, Tensor] | None = None, over: Group | None = None
+        self, key: str, *tensors: Tensor, state: Mapping[str, Tensor] | None = None, over: Group | None = None
     ) -> Any:
         """Call a part of the user's model that stays as it is, with the parameters and buffers of this program.
 
         All ranks draw the same random numbers in it, unless its rows are split over a group.
         """
         part = self.parts[key]
-        passed = held or {}
+        passed = state or {}
         lead = f"{part.path}." if part.path else ""
-        state = {name: passed[name] if name in passed else self.at_key(lead + name) for name in part.names}
+        tensors_of_part = {name: passed[name] if name in passed else self.at_key(lead + name) for name in part.names}
         where = "" if over is None else f" {over.axes} {over.index}"
         with self.random.drawing(key + where):
-            outputs = part(tensors, state)
+            outputs = part(tensors, tensors_of_part)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def experts(
         self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, sharding: Shard,
-        held: Mapping[str, Tensor] | None = None, over: Group | None = None,
+        state: Mapping[str, Tensor] | None = None, over: Group | None = None,
     ) -> Any:  # fmt: skip
         """Call a layer of experts of which every rank of a group has some: tokens go to where their experts are."""
 
         def layer(tokens: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-            output: Tensor = self.opaque(key, tokens, numbers, shares, held=held, over=over)
+            output: Tensor = self.opaque(key, tokens, numbers, shares, state=state, over=over)
             return output
 
         return experts(layer, hidden, index, weights, home, sharding)
 
     def at_key(self, key: str) -> Tensor:
         """The tensor that was placed under a key."""
-        value: Any = self.held
+        value: Any = self.module
         for step in key.split("."):
             value = value[step]
         return value  # type: ignore[no-any-return]
 
     def update(self, key: str, value: Tensor) -> None:
-        """A new value for a buffer or a parameter, written once the forward is over."""
-        self.updates[key] = value.detach()
+        """A new value for a buffer or a parameter, written once the forward is over. A recomputation has none."""
+        if not self._recomputing:
+            self.updates[key] = value.detach()
+
+    def batch_norm(self, x: Tensor, module: Any, *, momentum: float, eps: float, over: Group | None = None) -> Tensor:
+        """A batch norm in training, over the samples of all ranks of a group; the module's buffers are updated."""
+        self.update(f"{module}.num_batches_tracked", module.num_batches_tracked + 1)
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, True, momentum, eps, over)
+        assert mean is not None and var is not None  # they are there to be tracked
+        self.update(f"{module}.running_mean", mean)
+        self.update(f"{module}.running_var", var)
+        return y
 
 
 def recompute(method: Callable[..., Any], *inputs: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.errors import InputError
@@ -34,6 +35,7 @@ class Specialization:
     per_replica: tuple[bool, ...] = ()  # for each output, whether it has this replica's samples
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
     shared: tuple[str, ...] = ()  # for each output its path, if the model also uses it itself (shared_outputs.py)
+    padding: tuple[tuple[int, int], ...] = ()  # inputs that tell of padding, and the number that says there is none
     signature: CallSignature
     stage: Program | None = None
     running: RunningPipeline | None = None
@@ -65,6 +67,12 @@ class RankState:
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
         return {key: self.buffers[key] for key in self.persistent}
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parameters that are trained and not now: on all ranks the same ones, or gradients would not meet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple([name for name, parameter in self.parameters.items() if not parameter.requires_grad])
 
     def write(self, key: str, value: Tensor) -> None:
         """A new value for a buffer or a parameter, which forward has made."""

@@ -1,1 +1,5 @@
-"""The user's optimizer, kept as the object it is: `adopt.py` gives it the shards, `state.py` its state dicts."""
+"""The user's optimizer, which stays the same object.
+
+`adopt.py` gives it the shards and decides what a step has to gather, `state.py` has its state dicts, `fused.py` uses
+torch's fused Adam on CPUs, `unadopted.py` refuses steps of optimizers that don't know they update shards.
+"""

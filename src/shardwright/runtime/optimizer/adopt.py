@@ -89,8 +89,8 @@ def parameters_seen_by(optimizer: Optimizer) -> Sees:
         kind = type(optimizer).__name__
         warnings.warn(
             f"shardwright does not know the optimizer {kind}: every step gathers all its parameters and gradients "
-            f"whole on every rank. If an update needs only the same element of parameter, gradient and state, set "
-            f"{kind}.elementwise = True before parallelize, and it runs on the pieces.",
+            f"in full on every rank. If an update needs only the same element of parameter, gradient and state, set "
+            f"{kind}.elementwise = True before parallelize, and it runs on the shards.",
             stacklevel=3,
         )
     return known or "everything"

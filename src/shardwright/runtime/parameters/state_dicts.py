@@ -1,6 +1,6 @@
 """State dicts with the original keys, whose values are pieces that know where they belong.
 
-Values are plain tensors where they are whole on every rank, and pieces where they are not (`state_values`).
+Values are plain tensors where they are replicated on every rank, and shards where they are not (`state_values`).
 Optimizer state goes the same way, under the keys of the parameters it belongs to.
 """
 

@@ -2,7 +2,7 @@
 
     the tensor is                                      its value
     ------------------------------------------------   ------------------------------------------------------
-    whole on every rank                                a plain tensor, as on one device
+    replicated on every rank                           a plain tensor, as on one device
     one box of the whole, as a DTensor can say it      a `ShardedState`: a DTensor, which other tools understand
     several boxes (the rows of q, k and v), or cut     a `ShardTensor`
     by two axes in another order than a DTensor's

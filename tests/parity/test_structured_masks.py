@@ -1,0 +1,309 @@
+"""Attention without the masks that it need not read, on two ranks and beside the original."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwright.ir import MaskStructure, Op
+from shardwright.parallelize import parallelize
+from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task
+from tests.parity.threaded import compare, whole_gradients
+from tests.runtime.ranks import run_ranks
+
+LENGTH = 8
+SMALL = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    """Grouped heads, repeated by hand, and a mask that is made by hand."""
+
+    def __init__(self, make_mask: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.q, self.kv, self.out, self.make_mask = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8), make_mask
+
+    def forward(self, x: Tensor, *data: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, 4, 4).transpose(1, 2)
+        k, v = (part.view(batch, length, 2, 4).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+        k, v = (part[:, :, None].expand(batch, 2, 2, length, 4).reshape(batch, 4, length, 4) for part in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, self.make_mask(length, *data))
+        return self.out(y.transpose(1, 2).reshape(batch, length, 16)).square().mean()
+
+
+def causal(n: int) -> Tensor:
+    return torch.arange(n)[None] <= torch.arange(n)[:, None]
+
+
+def windowed(n: int) -> Tensor:
+    return causal(n) & (torch.arange(n)[None] > torch.arange(n)[:, None] - 3)
+
+
+def padded(n: int, keys: Tensor) -> Tensor:
+    return causal(n) & keys[:, None, None, :].bool()
+
+
+def in_documents(n: int, ids: Tensor) -> Tensor:
+    return causal(n) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "tp=4", "dp=2,tp=2", "sp=2"])
+@pytest.mark.parametrize("make_mask", [causal, windowed])
+def test_masks_made_by_hand(make_mask, plan):
+    torch.manual_seed(0)
+    compared = compare(Block(make_mask), (torch.randn(4, 6, 8),), plan)
+    text = compared.ranks[0].text
+    assert "enable_gqa=True" in text
+    assert ("is_causal=True" in text) is (make_mask is causal)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_masks_of_data(plan):
+    torch.manual_seed(0)
+    keys = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 3 + [0] * 3, [1] * 6])
+    ids = torch.tensor([[1, 1, 2, 2, 2, 2], [1] * 6, [1, 2, 2, 3, 3, 3], [1] * 5 + [2]])
+    compare(Block(padded), (torch.randn(4, 6, 8), keys), plan)
+    compare(Block(in_documents), (torch.randn(4, 6, 8), ids), plan)
+
+
+# -- models of transformers
+
+
+def llama(**options: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, **options))
+
+
+def mistral(window: int) -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=window))
+
+
+def gemma() -> nn.Module:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=8, pad_token_id=0))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=4, **drops))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=31, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0,
+                 decoder_start_token_id=0)
+    )  # fmt: skip
+
+
+WINDOW = MaskStructure(after=0, before=3)
+CAUSAL, FULL = MaskStructure(after=0), MaskStructure()
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[MaskStructure | str | None]]] = {
+    "llama": (llama, False, {CAUSAL}),
+    "llama, padded": (llama, True, {"causal, padded keys by to_copy"}),
+    "gemma": (gemma, False, {CAUSAL}),
+    "gpt2": (gpt2, False, {CAUSAL}),
+    "mistral, window of 4": (lambda: mistral(4), False, {WINDOW}),
+    "mistral, window of 64": (lambda: mistral(64), False, {CAUSAL}),
+    "bert": (bert, False, {FULL}),
+    "bert, padded": (bert, True, {"padded keys by to_copy"}),
+    "t5": (t5, False, {None, FULL}),  # position biases are data; the decoder sees all of the encoder
+}
+
+
+@cache
+def reference_of(name: str) -> Reference:
+    make, has_padding, _ = MODELS[name]
+    torch.manual_seed(0)
+    ids = torch.randint(31, (4, LENGTH))
+    example = {"input_ids": ids, "labels": ids}
+    if has_padding:
+        example["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([8, 5, 6, 8])[:, None]).long()
+    return make_reference(make_task(make(), example, torch.float64, torch.device("cpu"), steps=3))
+
+
+def attention_of(reference: Reference) -> list[Op]:
+    graph = reference.side.captured("train").graph
+    return [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_say_what_their_masks_mean(name):
+    reference, expected = reference_of(name), MODELS[name][2]
+    ops = attention_of(reference)
+    assert {op.mask if op.mask in (None, CAUSAL, FULL, WINDOW) else str(op.mask) for op in ops} == expected
+    for op in ops:
+        assert (op.tensor("attn_mask") is None) is (op.mask in (CAUSAL, FULL))
+        assert bool(op.argument("is_causal")) is (op.mask == CAUSAL)
+        assert bool(op.argument("enable_gqa")) is name.startswith(("llama", "mistral", "gemma"))
+    assert all(check.passed for check in reference.checks)  # of the graph against the model
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_train_as_the_original_does(name, plan):
+    options = {"plan_name": plan, "count": 2, "limit": 1e-10, "method": "threads", "timeout": 300}
+    report = compare_plan(reference_of(name), plan, **options)
+    assert report.passed, report.failures[:3]
+
+
+# -- a buffer that holds a mask
+
+
+class Buffered(nn.Module):
+    """As nanoGPT keeps it: a buffer for the longest sequence, sliced in forward."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("bias", torch.ones(16, 16).tril().view(1, 1, 16, 16), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        n = x.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, self.bias[:, :, :n, :n] == 1).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_holds_a_causal_mask(persistent, plan):
+    torch.manual_seed(0)
+    compared = compare(Buffered(persistent), (torch.randn(4, 6, 8),), plan)
+    assert "is_causal=True" in compared.ranks[0].text
+
+
+def test_other_values_in_that_buffer_are_noticed(tmp_path):
+    torch.manual_seed(0)
+    module, x = Buffered(True).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    model = parallelize(copy.deepcopy(module), plan="single", directory=tmp_path)
+    torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
+    causal_program = model.generated
+    model.load_state_dict(module.state_dict())  # the same values again
+    model(x)
+    assert len(list(tmp_path.rglob("*.py"))) == 1
+
+    module.bias.fill_(1.0)
+    model.load_state_dict(module.state_dict())
+    torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
+    module.bias.copy_(torch.ones(16, 16).tril(1))
+    model.bias.copy_(module.bias)
+    torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
+    assert model.generated != causal_program
+
+
+# -- batches with padding and without
+
+
+def padding_of(*lengths: int) -> Tensor:
+    return (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+
+
+def calls_of(options: dict[str, Any], batches: list[tuple[Tensor, Tensor]], plan: str) -> list[list[Any]]:
+    """On each of two ranks: the loss, the gradients and the program of each batch, with what the original gives."""
+    torch.manual_seed(0)
+    original = Block(padded).double()
+    folder = Path(tempfile.mkdtemp(prefix="padding-"))
+
+    def run(rank: int) -> list[Any]:
+        model = parallelize(copy.deepcopy(original), plan=plan, directory=folder, **options)
+        seen = []
+        for x, keys in batches:
+            own = slice(2 * rank, 2 * rank + 2) if options else slice(None)
+            model.zero_grad()
+            loss = model(x[own], keys[own])
+            loss.backward()
+            programs = len(set(map(id, model._entries.values())))
+            seen.append((loss.detach().clone(), whole_gradients(model), programs))
+        return seen
+
+    return run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [("dp=2", {}), ("tp=2", {}), ("dp=2", {"inputs": "per_replica"}), ("dp=2", {"inputs": "per_rank"})],
+)
+def test_a_batch_without_padding_runs_without_a_mask(plan, options):
+    torch.manual_seed(1)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    batches = [
+        (x, padding_of(6, 6, 6, 6)),
+        (x, padding_of(6, 6, 6, 4)),  # only the second replica has padding
+        (2 * x, padding_of(6, 6, 6, 6)),
+        (x, padding_of(3, 6, 6, 6)),
+    ]
+    for seen in calls_of(options, batches, plan):
+        torch.manual_seed(0)
+        original = Block(padded).double()
+        assert [count for *_, count in seen] == [2, 2, 2, 2]  # programs: for any batch, and for those without padding
+        for (loss, gradients, _), (inputs, keys) in zip(seen, batches, strict=True):
+            original.zero_grad()
+            expected = original(inputs, keys)
+            expected.backward()
+            if options.get("inputs") != "per_replica":  # where each has the loss of its own samples
+                torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+            for name, parameter in original.named_parameters():
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_which_program_runs_is_alike_on_all_ranks(tmp_path):
+    """Of two replicas one has padding: both take the program with a mask, or their collectives would not meet."""
+    torch.manual_seed(0)
+    original, x = Block(padded).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+
+    def run(rank: int) -> list[bool]:
+        model = parallelize(copy.deepcopy(original), plan="dp=2", directory=tmp_path, inputs="per_replica")
+        chosen = []
+        for keys in (padding_of(6, 6, 6, 4), padding_of(6, 6, 6, 6), padding_of(6, 6, 6, 4)):
+            own = slice(2 * rank, 2 * rank + 2)
+            entry = model._entry((x[own], keys[own]), {})
+            chosen.append("is_causal=True" in entry.path.read_text())
+        return chosen
+
+    assert run_ranks(2, run) == [[False, True, False]] * 2
+
+
+def test_no_tensor_of_queries_by_keys_is_made(tmp_path):
+    """HF Llama on one rank, forward and backward: nothing of its length by its length is allocated."""
+    length = 48
+    ids = torch.randint(31, (2, length))
+    model = parallelize(llama(), plan="single", example={"input_ids": ids, "labels": ids}, directory=tmp_path)
+    sizes: set[tuple[int, ...]] = set()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            sizes.update(tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            return result
+
+    with Noted():
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert (2, length, 31) in sizes
+    assert not [shape for shape in sizes if shape[-2:] == (length, length)]
