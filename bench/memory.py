@@ -39,6 +39,7 @@ from shardwright.compile import copy_to_meta
 from shardwright.cost import TrainingSetup
 from shardwright.memory import MemoryPeak, simulate_memory
 from shardwright.plan.lowering import lower
+from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
@@ -171,7 +172,7 @@ def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
 def predict(name: str, plan: str) -> MemoryPeak:
     """What the model of memory says."""
     analysis = analysed(name)
-    made = make_plan(analysis.graph, analysis, plan, ranks_of(plan))
+    made = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
     return simulate_memory(lower(analysis.graph, made, analysis), TrainingSetup(optimizer="adamw"))
 
 
@@ -194,7 +195,7 @@ def measure_case(make: Callable[[], Case], plan: str, **options: Any) -> Measure
     optimizer = torch.optim.AdamW(module.parameters())
     with tempfile.TemporaryDirectory() as folder:
         compiled, optimizer = sw.parallelize(
-            module, optimizer, example=(args, kwargs), plan=plan, directory=folder, **options
+            module, optimizer, example=(args, kwargs), plan=plan, compile=sw.CompileOptions(directory=folder), **options
         )
     del module
     gc.collect()

@@ -105,7 +105,7 @@ def ours(kind: str, work: Workload, microbatches: int) -> Contender:
     model = work.model()
     model, optimizer = sw.parallelize(
         model, optimizer_of(model), example=work.batches(1)[0], plan=f"pp={dist.get_world_size()},{kind}",
-        microbatches=microbatches,
+        pipeline={"microbatches": microbatches},
     )  # fmt: skip
     return Contender(name=f"ours {kind}", step=training_step(model, optimizer, rows=False))
 

@@ -31,7 +31,8 @@ from shardwright.ir import Graph
 from shardwright.parallelize import captured_graph
 from shardwright.plan import Plan
 from shardwright.plan.auto import SearchOptions
-from shardwright.planning import Batching, PlanningTask, make_plan, only_scalars
+from shardwright.plan.request import PlanRequest
+from shardwright.planning import make_plan, only_scalars
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
 
@@ -44,8 +45,7 @@ class Case:
     cluster: str
     limit: float  # seconds
     precision: str | None = "bfloat16"
-    memory: float | None = None  # bytes of a device that a plan may use
-    batching: Batching = field(default_factory=Batching)
+    options: SearchOptions = field(default_factory=SearchOptions)
 
 
 class Bottleneck(nn.Module):
@@ -160,13 +160,21 @@ def deep() -> tuple[nn.Module, Any]:
 
 CASES = {
     "llama-8b": Case(make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0),
-    "llama-8b-short": Case(make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0, memory=24 * 2**30),
+    "llama-8b-short": Case(
+        make=lambda: llama(4096, 14336, 32, 32, 16),
+        cluster="8xH100",
+        limit=2.0,
+        options=SearchOptions(memory=24 * 2**30),
+    ),
     "llama-70b": Case(make=lambda: llama(8192, 28672, 80, 64, 512), cluster="64x8xH100", limit=10.0),
     "deep": Case(make=deep, cluster="8xA100-80GB", limit=10.0),
     "bert": Case(make=bert, cluster="4x8xA100-80GB", limit=20.0),
     "resnet": Case(make=resnet, cluster="4x8xA100-80GB", limit=20.0),
     "resnet-local": Case(
-        make=lambda: resnet(64), cluster="4x8xA100-80GB", limit=20.0, batching=Batching(microbatches=8, local=True)
+        make=lambda: resnet(64),
+        cluster="4x8xA100-80GB",
+        limit=20.0,
+        options=SearchOptions(microbatches=8, local=True),
     ),
     "gpt3": Case(make=gpt3, cluster="128x8xA100-80GB", limit=60.0),
     "llama-405b": Case(make=lambda: llama(16384, 53248, 126, 128, 2048), cluster="512x8xH100", limit=60.0),
@@ -183,15 +191,18 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     analysis = analyse(graph, probing(captured.functions))
     middle, processor = time.monotonic(), time.process_time()
     show(f"{name} was captured in {middle - began:.1f} s")
-    setting = PlanningTask(
+
+    def progress(what: str, best: float) -> None:
+        show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s")
+
+    request = PlanRequest(
         cluster=cluster,
         training=TrainingSetup(compute=case.precision),
-        options=SearchOptions(memory=case.memory),
-        progress=lambda what, best: show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s"),
+        options=replace(case.options, progress=progress),
     )
-    plan = make_plan(graph, analysis, "auto", cluster.size, setting, case.batching)
+    plan = make_plan(graph, analysis, request, cluster.size)
     took, busy = time.monotonic() - middle, time.process_time() - processor
-    flat = seconds_flat(graph, analyse(graph, probing(captured.functions)), setting, case.batching)
+    flat = seconds_flat(graph, analyse(graph, probing(captured.functions)), request, cluster.size)
     said = plan.predicted["train"]
     count = sum(parameter.numel() for parameter in module.parameters())
     work = 3 * sum(flops(analysis.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
@@ -203,12 +214,12 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def seconds_flat(graph: Graph, analysis: Analysis, setting: PlanningTask, batching: Batching) -> float:
+def seconds_flat(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> float:
     """How long it takes without pipelines, to find a plan or that there is none."""
-    setting = replace(setting, options=replace(setting.options, pipelines=False))
+    request = replace(request, options=replace(request.options, pipelines=False))
     began = time.monotonic()
     with suppress(PlanError):
-        make_plan(graph, analysis, "auto", setting.cluster.size, setting, batching)
+        make_plan(graph, analysis, request, size)
     return time.monotonic() - began
 
 

@@ -176,7 +176,11 @@ def _rank(rank: int, job: str, ranks: int, plans: dict[str, str], rounds: int, s
     for name, plan in plans.items():
         model = work.model()
         model, optimizer = sw.parallelize(
-            model, optimizer_of(model), example=work.batches(1)[0], plan=plan, directory=Path(folder) / "generated"
+            model,
+            optimizer_of(model),
+            example=work.batches(1)[0],
+            plan=plan,
+            compile={"directory": Path(folder) / "generated"},
         )
         contenders[name] = Contender(name=name, step=training_step(model, optimizer, rows=False))
     before = _slowest(reference())

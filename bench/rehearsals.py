@@ -96,12 +96,12 @@ def row(name: str, folder: Path) -> tuple[str, ...]:
     path = folder / f"{name}.json"
     if not path.exists():
         plan = sw.plan(
-            model, example=example, cluster=show.cluster, precision="bf16-mixed", outputs="scalars",
+            model, example=example, cluster=show.cluster, precision="bf16-mixed", compile={"outputs": "scalars"},
             constraints=show.constraints, seconds=show.seconds,
         )  # fmt: skip
         plan.save(path)
     began, busy = time.monotonic(), time.process_time()
-    rehearsal = sw.rehearse(path, model, example=example, outputs="scalars")
+    rehearsal = sw.rehearse(path, model, example=example, compile={"outputs": "scalars"})
     took, processor = time.monotonic() - began, time.process_time() - busy
     worst = rehearsal.report.worst
     meshes = ", ".join(f"{real} -> {small}" for real, small in rehearsal.meshes)

@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None) -> tuple[list[tuple[float, float]], floa
     """Returns on rank 0 the losses in parallel and on one device, and how far running means are apart."""
     args = parse(argv, __doc__, plan="dp=2")
     world = start()
-    model, optimizer = sw.parallelize(*build(args.seed, world.device), plan=args.plan, directory=args.code)
+    model, optimizer = sw.parallelize(
+        *build(args.seed, world.device), plan=args.plan, compile=sw.CompileOptions(directory=args.code)
+    )
     losses = train(model, optimizer, batches(args, world.device))
     means = model.full_state_dict()["norm.running_mean"]
     if world.rank != 0:

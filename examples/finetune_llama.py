@@ -84,7 +84,9 @@ def main(argv: list[str] | None = None) -> tuple[list[float], str]:
         add_lora(model, args.lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     data = batches(text, args, world.device)
-    model, optimizer = sw.parallelize(model, optimizer, example=next(data), plan=args.plan, directory=args.code)
+    model, optimizer = sw.parallelize(
+        model, optimizer, example=next(data), plan=args.plan, compile=sw.CompileOptions(directory=args.code)
+    )
     load_weights(folder, model, strict=not args.lora)
 
     losses = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt import GPT, GPTConfig
+from shardwright import CompileOptions
 from shardwright.lightning import ShardwrightStrategy
 from text import DATA, Characters
 
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     val = DataLoader(Windows(text.tokens[split:], args.seq), batch_size=args.batch, drop_last=True)
 
     trainer = Trainer(
-        strategy=ShardwrightStrategy(plan=args.plan, directory=args.code),
+        strategy=ShardwrightStrategy(plan=args.plan, compile=CompileOptions(directory=args.code)),
         accelerator="auto", devices=args.devices, max_steps=args.steps, val_check_interval=args.steps,
         limit_val_batches=2, gradient_clip_val=1.0, logger=False, enable_model_summary=False,
         callbacks=[ModelCheckpoint(args.out, save_last=True)], enable_progress_bar=args.bar,

@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> list[tuple[float, float]]:
     """Returns on rank 0 the losses in parallel and on one device."""
     args = parse(argv, __doc__, plan="tp=2")
     world = start()
-    model, optimizer = sw.parallelize(*build(args.seed, world.device), plan=args.plan, directory=args.code)
+    model, optimizer = sw.parallelize(
+        *build(args.seed, world.device), plan=args.plan, compile=sw.CompileOptions(directory=args.code)
+    )
     losses = train(model, optimizer, batches(args, world.device))
     if world.rank != 0:
         return []

@@ -150,8 +150,8 @@ def test_ctrl_c_before_the_search_or_twice_gives_up(net, tmp_path, capsys, monke
     assert main(["plan", net, "--cluster", "8xA100-80GB", "-o", "plan.json"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
-    def twice(*_, progress, **__):
-        progress("bounded 8", 1.0)
+    def twice(module, example, request, *_, **__):
+        request.options.report("bounded 8", 1.0)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 

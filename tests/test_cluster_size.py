@@ -6,6 +6,7 @@ import pytest
 
 from shardwright.errors import ClusterError
 from shardwright.parallelize import cluster_size
+from shardwright.plan.request import read_source
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cluster.yaml"
 
@@ -23,9 +24,9 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "cluster.yaml"
     ],
 )
 def test_a_cluster_says_how_many_devices_there_are(cluster, plan, size):
-    assert cluster_size(cluster, plan) == size
+    assert cluster_size(cluster, read_source(plan)) == size
 
 
 def test_an_unknown_cluster_is_refused():
     with pytest.raises(ClusterError, match="did you mean H100"):
-        cluster_size("8xH1000", "auto")
+        cluster_size("8xH1000", read_source("auto"))

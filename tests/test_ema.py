@@ -62,7 +62,7 @@ def test_the_average_is_that_of_one_device(plan):
     def rank(number):
         case = cases[number]
         made = torch.optim.AdamW(case.module.parameters(), lr=0.1)
-        model, optimizer = parallelize(case.module, made, plan=plan, example=case.args, directory=folder)
+        model, optimizer = parallelize(case.module, made, plan=plan, example=case.args, compile={"directory": folder})
         ema = EMA(model, DECAY)
         loop(model, optimizer, case, ema)
         with ema.swapped(), torch.no_grad():
@@ -88,7 +88,7 @@ def test_averages_of_masters_are_float32_and_come_back_to_the_last_bit():
         case = cases[number]
         made = torch.optim.AdamW(case.module.parameters(), lr=1e-3)
         model, optimizer = parallelize(
-            case.module, made, plan="zero1=2", example=case.args, directory=folder, precision="bf16"
+            case.module, made, plan="zero1=2", example=case.args, compile={"directory": folder}, precision="bf16"
         )
         ema = EMA(model, DECAY)
         loop(model, optimizer, case, ema)
@@ -109,7 +109,7 @@ def test_from_one_plan_to_another():
 
     def rank(number):
         case = cases[number]
-        model = parallelize(case.module, plan="zero3=2", example=case.args, directory=folder)
+        model = parallelize(case.module, plan="zero3=2", example=case.args, compile={"directory": folder})
         ema = EMA(model)
         ema.load_state_dict(deepcopy(state))
         assert (ema.decay, ema.updates) == (DECAY, 3)

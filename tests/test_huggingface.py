@@ -59,7 +59,9 @@ def fill(rank, plan, folder):
         assert all(held.is_meta for held in model.parameters())
         assert not any(held.is_meta for held in model.buffers())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, optimizer = sw.parallelize(model, optimizer, plan=plan, example=BATCH, directory=f"{folder}/generated")
+        model, optimizer = sw.parallelize(
+            model, optimizer, plan=plan, example=BATCH, compile={"directory": f"{folder}/generated"}
+        )
         load_weights(f"{folder}/model", model)
     return most(seen.profiler.kineto_results.events()), steps(model, optimizer)
 

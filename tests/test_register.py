@@ -157,7 +157,7 @@ def example() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,tp=2"])
 def test_a_model_with_every_kind_of_op_trains_as_on_one_device(plan, tmp_path):
     torch.manual_seed(0)
-    report = sw.verify(Net(), plan, example=example(), method="threads", directory=tmp_path)
+    report = sw.verify(Net(), plan, example=example(), method="threads", compile={"directory": tmp_path})
     assert report.passed, str(report)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))
     for name in ("product", "by_heads", "Bent", "gated", "with_length", "doubled_"):
@@ -258,7 +258,7 @@ def test_a_rank_gets_its_own_size_of_a_label_named_as_an_argument(tmp_path):
 
     plan = sw.plan(Heads(), example=(randn(4, 6).float(),), plan="tp=2")
     assert plan.choices("train")["/ by_heads"] == {"tp": "h"}
-    assert sw.verify(Heads(), "tp=2", example=(randn(4, 6),), method="threads", directory=tmp_path).passed
+    assert sw.verify(Heads(), "tp=2", example=(randn(4, 6),), method="threads", compile={"directory": tmp_path}).passed
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))
     assert "by_heads(up, n, 2.0)" in text
     assert "n = 2  # N / tp" in text
@@ -280,7 +280,9 @@ def split_on(name: str, label: str):
 @pytest.mark.parametrize(("name", "label", "size"), [("lookup", "v", 2), ("lookup", "v", 3), ("centred", "n", 2)])
 def test_an_own_algorithm_does_its_split(name, label, size, tmp_path):
     torch.manual_seed(0)
-    report = sw.verify(Net(), split_on(name, label), example=example(), method="threads", size=size, directory=tmp_path)
+    report = sw.verify(
+        Net(), split_on(name, label), example=example(), method="threads", size=size, compile={"directory": tmp_path}
+    )
     assert report.passed, str(report)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))
     assert f'runtime.custom_algorithm("call.{__name__}.{name}", "{label}", self.tp, ' in text

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.plan.request import PlanRequest
 from shardwright.verify.measure import TOLERANCE, Report
-from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task, ranks_of
+from shardwright.verify.parity import (
+    ComparisonOptions,
+    Reference,
+    compare_plan,
+    make_reference,
+    make_task,
+    ranks_of,
+)
 
 
 def referred(model: nn.Module, example: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Reference:
@@ -23,4 +31,6 @@ def referred(model: nn.Module, example: Any, dtype: torch.dtype = torch.float64,
 def verified(reference: Reference, plan: str, **options: Any) -> Report:
     """The program of a plan, held against the original."""
     limit = TOLERANCE[reference.side.task.dtype]
-    return compare_plan(reference, plan, plan_name=plan, count=ranks_of(plan), limit=limit, method="threads", **options)
+    request = PlanRequest.read(plan)
+    run = ComparisonOptions(limit=limit, **options)
+    return compare_plan(reference, request, ranks_of(request.source), run, name=plan)

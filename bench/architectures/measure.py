@@ -17,10 +17,11 @@ from shardwright.cost import flops
 from shardwright.ir import Graph
 from shardwright.parallelize import captured_graph
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.request import PlanRequest
 from shardwright.probe import probing
 from shardwright.rules import analyse
 from shardwright.verify.measure import TOLERANCE
-from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task
+from shardwright.verify.parity import ComparisonOptions, Reference, compare_plan, make_reference, make_task
 
 from .configs import CannotBuild, small_config
 from .inputs import BATCH, Maker, fit, said
@@ -207,7 +208,8 @@ def _held(reference: Reference, plan: str, limit: float) -> tuple[bool, float, s
     """Whether the program of a plan does what the original does, how long that took, and why not."""
     begun = time.perf_counter()
     try:
-        report = compare_plan(reference, plan, plan_name=plan, count=2, limit=limit, method="threads", timeout=90)
+        run = ComparisonOptions(limit=limit, timeout=90)
+        report = compare_plan(reference, PlanRequest.read(plan), 2, run, name=plan)
     except Exception as error:
         return False, time.perf_counter() - begun, f"{plan}: {said(error)} {_place(error)}"
     seconds = time.perf_counter() - begun

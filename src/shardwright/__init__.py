@@ -2,6 +2,7 @@
 
 from .capture import experts, opaque
 from .checkpoint import load, save
+from .options import CompileOptions, PipelineOptions
 from .parallelize import parallelize, plan
 from .register import register_op
 from .rehearse import rehearse
@@ -10,6 +11,8 @@ from .train import Trainer
 from .verify import verify
 
 __all__ = [
+    "CompileOptions",
+    "PipelineOptions",
     "Trainer",
     "diff",
     "experts",

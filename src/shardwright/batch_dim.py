@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 
-REMEDY = "name the inputs that have no batch dim: unbatched=['mask'], or unbatched=[] if all have one"
+REMEDY = "name the inputs that have no batch dim: CompileOptions(unbatched=['mask']), or unbatched=[] if all have one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """Heavy parts of a module compiled, the rest of it left as it is: ordinary eager code, data-parallel.
 
-    model, optimizer = sw.parallelize(model, optimizer, parts=["backbone"], plan="dp=2,tp=2")
+    model, optimizer = sw.parallelize(
+        model, optimizer, plan="dp=2,tp=2", compile=sw.CompileOptions(parts=["backbone"])
+    )
 
 Each part is replaced by its compiled self, in its place in the module. The parameters of the rest
 are replicated on every rank. With inputs="global" all ranks compute the rest alike, on the global batch,
@@ -11,17 +13,16 @@ rows, and gradients are averaged over the groups, as DDP does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .capture import find_opaque
-from .compile import Compiler, replicas_of
+from .compile import Compiler, CompilerSettings, replicas_of
 from .errors import InputError, raise_all
 from .layout import REPLICATE, make_layout
-from .planning import PlanLike
+from .plan.request import PlanLike, PlanSource, read_source
 from .runtime.algorithms.random import seed_of
 from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
@@ -34,38 +35,34 @@ Parts = Sequence[str] | Mapping[str, PlanLike]
 
 
 def replace_parts(
-    model: nn.Module,
-    optimizer: Optimizers,
-    parts: Parts,
-    plan: PlanLike,
-    world: World,
-    mode: Mode,
-    accumulate: int,
-    seed: int,
-    directory: Path,
-    opaque: str = "marked",
+    model: nn.Module, optimizer: Optimizers, world: World, settings: CompilerSettings, parts: Parts
 ) -> None:
     """Compile the parts of a module, each at its first call, and make the rest data-parallel."""
-    options = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, plan)
-    _check(model, list(options), mode)
-    rest = _rest(model, list(options))
-    for tensor in (*rest.values(), *_rest_buffers(model, list(options)).values()):
+    request, mode = settings.request, settings.inputs
+    sources = (
+        {path: read_source(plan) for path, plan in parts.items()}
+        if isinstance(parts, Mapping)
+        else dict.fromkeys(parts, request.source)
+    )
+    _check(model, list(sources), mode)
+    rest = _rest(model, list(sources))
+    for tensor in (*rest.values(), *_rest_buffers(model, list(sources)).values()):
         _share(tensor, world)
     if mode == "global":
         _draw_alike(world)
     compiled: list[ParallelModel] = []
-    for path, plan_of_part in options.items():
+    for path, source in sources.items():
         part = model.get_submodule(path)
-        own = seed_of((seed, path))
-        compiler = Compiler(part, optimizer, world, plan_of_part, mode, directory, own, prefix=f"{path}.")
-        find_opaque(compiler.skeleton, opaque)
-        compiled_part = ParallelModel(compiler.skeleton, world, compiler, mode, accumulate)
+        own = replace(
+            settings, request=replace(request, source=source), seed=seed_of((settings.seed, path)), prefix=f"{path}."
+        )
+        compiled_part = ParallelModel(Compiler(part, optimizer, world, own), settings.accumulate)
         compiled_part.show(part)
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent)._modules[name] = compiled_part
         compiled.append(compiled_part)
     if mode == "per_replica":
-        _average(model, rest, list(options.values()), compiled, world)
+        _average(model, rest, list(sources.values()), compiled, world)
 
 
 def _check(model: nn.Module, paths: Sequence[str], mode: Mode) -> None:
@@ -128,11 +125,11 @@ def _draw_alike(world: World) -> None:
 
 
 def _average(
-    model: nn.Module, rest: Mapping[str, nn.Parameter], options: Sequence[PlanLike], compiled: Sequence[ParallelModel],
-    world: World,
+    model: nn.Module, rest: Mapping[str, nn.Parameter], sources: Sequence[PlanSource],
+    compiled: Sequence[ParallelModel], world: World,
 ) -> None:  # fmt: skip
     """Gradients of the rest are means over the data-parallel groups, and its buffers those of the first."""
-    replicas = [replicas_of(plan, world) for plan in options]
+    replicas = [replicas_of(source, world.size) for source in sources]
     if any(other != replicas[0] for other in replicas):
         raise InputError("the parts have different data-parallel groups; give them plans with the same mesh")
     mesh, axes = replicas[0]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InputError, raise_all
+from .runtime.model.access import state_of
 from .runtime.model.parallel_model import ParallelModel
 from .runtime.optimizer.adopt import leaf_of
 from .runtime.parameters.refresh import Refresh
@@ -44,7 +45,7 @@ class EMA:
             raise InputError(f"decay={decay} is no decay; use a number between 0 and 1, such as 0.999")
         for part in model.modules():
             if isinstance(part, ParallelModel):
-                part._ready()
+                state_of(part)
         self.decay, self.updates = decay, 0
         self._leaves: dict[str, Any] = {}
         owners: list[ShardedParameter] = []

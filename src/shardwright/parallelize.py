@@ -2,8 +2,8 @@
 
     model, optimizer = parallelize(model, optimizer)
 
-capture -> graph -> rules -> plan -> lower -> emit -> runtime. Each step is one room of this
-package; `compile.py` walks them for a call, this file is the door.
+capture -> graph -> rules -> plan -> lower -> emit -> runtime. Each step is one package; `compile/` walks them for a
+call, this file is the door: here what people pass becomes a `PlanRequest` and `CompilerSettings`, once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,35 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from .capture import CapturedGraph, MaskFacts, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
-from .compile import Compiler, Outputs, copy_to_meta, with_unbatched
-from .compiled_parts import Parts, replace_parts
+from .compile import Compiler, CompilerSettings, copy_to_meta, with_unbatched
+from .compiled_parts import replace_parts
 from .cost import TrainingSetup
 from .errors import InputError
+from .options import (
+    GENERATED,
+    MOVED,
+    CompileOptions,
+    Opaque,
+    PipelineOptions,
+    expect_only,
+    read_options,
+    refuse_moved,
+)
 from .plan import Plan
-from .plan.auto import Progress, SearchOptions
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
-from .planning import Batching, PlanLike, PlanningTask, cluster_for, cluster_here, make_plan, only_scalars, training_of
+from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
+from .plan.search_options import Progress, SearchOptions
+from .planning import cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
@@ -37,22 +48,17 @@ from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
 from .runtime.model.reduction import LossReduction
 from .runtime.optimizer.adopt import Optimizers, several
-from .runtime.pipeline.autograd import Backward
-from .runtime.world import World, start
+from .runtime.world import start
 from .wrapping import check_optimizers, unwrapped
 
-GENERATED = Path(".shardwright")
-How = Literal["marked", "auto"]
-Semantics = Literal["global", "local"]
 
-
+@refuse_moved("sw.parallelize", MOVED)
 def parallelize(
     model: nn.Module, optimizer: Optimizers = None, *, example: Any = None, plan: PlanLike = "auto",
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
-    microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
-    precision: PrecisionLike = None, inputs: Mode = "global", outputs: Outputs = "all", accumulate: int = 1,
-    reduction: LossReduction = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
-    parts: Parts | None = None, opaque: How = "marked", unbatched: Sequence[str] | None = None,
+    precision: PrecisionLike = None, inputs: Mode = "global", accumulate: int = 1, reduction: LossReduction = "mean",
+    seed: int = 0, pipeline: PipelineOptions | Mapping[str, Any] | None = None,
+    compile: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
 
@@ -64,67 +70,52 @@ def parallelize(
                 shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
     constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
-    microbatches  how many parts of a batch go through a pipeline one after the other; without it a plan string takes
-                about four a stage, and "auto" searches.
-    microbatch_semantics  "global": the step is that of the whole batch; "local": each microbatch is a batch of its
-                own, and losses are averaged (for models that can't be cut, such as those with batch norm).
-    backward    of a pipeline: "inside" the call of the model, seeded by its loss, which keeps few microbatches
-                alive; "outside": when backward of anything made of its outputs runs.
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
     inputs      what a call passes: "global" (every rank the whole global batch), "per_replica" (each data-parallel
                 replica its own samples), "per_rank" (each rank its own samples).
-    outputs     "all": every rank gets all outputs; "scalars": only the loss and the like (logits stay sharded).
     accumulate  sync gradients at every n-th backward only.
     reduction   with inputs="per_replica" and a loss outside of the model: "mean" or "sum" over replicas, or "token",
                 the mean over all labels that count, see docs/precision.md.
-    directory   where generated code is written.
-    parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
-                module: a list of paths, or a dict of paths and plans. Returns the same model then.
-    opaque      "marked": submodules given to sw.opaque stay as they are; "auto": also the smallest submodules that
-                can't be captured, with a warning.
-    unbatched   names of the inputs that have no batch dim, such as ["mask"]; without it sizes tell, see docs/data.md.
+    seed        of what the model draws, such as dropout.
+    pipeline    PipelineOptions: the number of microbatches, their semantics, and when backward runs.
+    compile     CompileOptions: which outputs and submodules are compiled, which inputs have no batch dim, where
+                generated code is written, how long ranks wait for each other.
 
-    Returns the model, or the model and the optimizer (or the list of all that train it), now working on the pieces.
+    Returns the model, or the model and the optimizer (or the list of all that train it), now working on the shards.
+    With compile=CompileOptions(parts=...) it is the same model, with compiled submodules.
     """
-    _check(inputs, outputs, accumulate, reduction)
-    _check_batching(microbatches, microbatch_semantics, backward)
-    exact = _exact(precision, model, optimizer)
+    _check(inputs, accumulate, reduction)
+    pipeline, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
+    exact, source = _exact(precision, model, optimizer), read_source(plan)
     model = unwrapped(model)
-    world, requested = start(timeout=timeout), read_asked(constraints, model, plan)
+    world, requested = start(timeout=options.timeout), read_asked(constraints, model, source)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
-    if parts is not None:
-        _check_parts(example, constraints, exact.casts, unbatched)
-        replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
-        return model if optimizer is None else (model, optimizer)
-    training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
-    options = SearchOptions(memory=read_bytes(memory), constraints=requested)
-    setting = _setting(plan, cluster, world, training, options, inputs)
-    compiler = Compiler(
-        model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
-        batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
-        precision=exact, unbatched=unbatched,
+    search = SearchOptions(
+        memory=read_bytes(memory), constraints=requested, microbatches=pipeline.microbatches, local=pipeline.local,
+        data_only=inputs == "per_replica",
     )  # fmt: skip
-    compiled = _make_model(model, compiler, example, accumulate, opaque, reduction)
+    request = PlanRequest(source=source, options=search)
+    if cluster != "auto" or (request.searches and options.parts is None):
+        priced_on = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
+        training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
+        request = replace(request, cluster=priced_on, training=training)
+    settings = CompilerSettings(
+        request=request, inputs=inputs, outputs=options.outputs or "all", unbatched=options.unbatched,
+        opaque=options.opaque, precision=exact, backward=pipeline.backward, accumulate=accumulate,
+        reduction=reduction, seed=seed, directory=Path(options.directory or GENERATED),
+    )  # fmt: skip
+    if options.parts is not None:
+        _check_parts(example, constraints, exact.casts, options, pipeline)
+        replace_parts(model, optimizer, world, settings, options.parts)
+        return model if optimizer is None else (model, optimizer)
+    compiled = _make_model(model, Compiler(model, optimizer, world, settings), example)
     return compiled if optimizer is None else (compiled, optimizer)
 
 
-def _setting(
-    plan: PlanLike, cluster: str | Path, world: World, training: TrainingSetup, options: SearchOptions, inputs: Mode
-) -> PlanningTask | None:
-    """What a plan is searched for and priced with; None if nobody asks for either."""
-    if plan != "auto" and cluster == "auto":
-        return None
-    known = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-    return PlanningTask(cluster=known, training=training, options=options, rows=inputs == "per_replica")
-
-
-def _make_model(
-    model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: LossReduction
-) -> ParallelModel:
+def _make_model(model: nn.Module, compiler: Compiler, example: Any) -> ParallelModel:
+    settings = compiler.settings
     check_names(model, compiler.call_inputs.unbatched)
-    compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}
-    find_opaque(compiler.skeleton, opaque)
-    compiled = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
+    compiled = ParallelModel(compiler, settings.accumulate, settings.reduction)
     with watch.calling():
         compiler.agree()
     if example is not None:
@@ -144,11 +135,9 @@ def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) ->
     return requested
 
 
-def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
+def _check(inputs: str, accumulate: int, reduction: str) -> None:
     if inputs not in ("global", "per_replica", "per_rank"):
         raise InputError(f'inputs={inputs!r} is not a mode; use "global", "per_replica" or "per_rank"')
-    if outputs not in ("all", "scalars"):
-        raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
     if reduction != "mean" and inputs != "per_replica":
         raise InputError(
             f'reduction={reduction!r} is for inputs="per_replica", where each replica has a loss of its own '
@@ -156,17 +145,6 @@ def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
         )
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
-
-
-def _check_batching(microbatches: int | None, semantics: str, backward: str) -> None:
-    if microbatches is not None and microbatches < 1:
-        raise InputError(f"microbatches={microbatches} makes no sense; use 1 for no cut")
-    if semantics not in ("global", "local"):
-        raise InputError(f'microbatch_semantics={semantics!r} is not known; use "global" or "local"')
-    if semantics == "local" and microbatches is None:
-        raise InputError('microbatch_semantics="local" needs to know how many microbatches there are: microbatches=4')
-    if backward not in ("inside", "outside"):
-        raise InputError(f'backward={backward!r} is not known; use "inside" or "outside"')
 
 
 def check_names(model: nn.Module, unbatched: Sequence[str] | None) -> None:
@@ -180,28 +158,33 @@ def check_names(model: nn.Module, unbatched: Sequence[str] | None) -> None:
     strange = [name for name in unbatched if re.split(r"[\[.]", name)[0] not in names]
     if strange:
         raise InputError(
-            f"unbatched={list(unbatched)}: {type(model).__name__} has no input {', '.join(strange)}; its inputs "
-            f"are {', '.join(names)}"
+            f"CompileOptions(unbatched={list(unbatched)}): {type(model).__name__} has no input {', '.join(strange)}; "
+            f"its inputs are {', '.join(names)}"
         )
 
 
-def _check_parts(example: Any, constraints: Any, casts: bool, unbatched: Any) -> None:
+def _check_parts(
+    example: Any, constraints: Any, casts: bool, options: CompileOptions, pipeline: PipelineOptions
+) -> None:
     if example is not None:
         raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
     if constraints is not None:
         raise InputError("constraints are for the search over a whole model, not over parts of one; leave them out")
-    if unbatched is not None:
+    if options.unbatched is not None:
         raise InputError("unbatched names inputs of a whole model, not of parts of one; leave it out")
     if casts:
         raise InputError("precision is for a whole model; cast the parts, or use torch.autocast in the model")
+    expect_only(options, ("directory", "opaque", "parts", "timeout"), "parts", "a part returns what it returns")
+    expect_only(pipeline, (), "parts", "each part is one program")
 
 
+@refuse_moved("sw.plan", MOVED)
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
-    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "global", outputs: Outputs = "all",
-    opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
-    progress: Progress | None = None, unbatched: Sequence[str] | None = None,
+    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "global", seconds: float | None = None,
+    progress: Progress | None = None, pipeline: PipelineOptions | Mapping[str, Any] | None = None,
+    compile: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
@@ -210,58 +193,55 @@ def plan(
     constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   as `parallelize` takes it: "bf16-mixed", "bf16", ...; None: as it is written
-    microbatches  how many, in a pipeline; without it, about four a stage, or what "auto" finds
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
-    unbatched   as `parallelize` takes it: inputs that have no batch dim
+    pipeline    PipelineOptions: how many microbatches; without it, about four a stage, or what "auto" finds
+    compile     CompileOptions: outputs, unbatched and opaque, as `parallelize` takes them
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
-    result, _ = planned(
-        model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
-        precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
-        constraints=constraints, progress=progress, microbatches=microbatches, unbatched=unbatched,
+    source = read_source(plan)
+    count = cluster if isinstance(cluster, int) else cluster_size(cluster, source)
+    microbatches, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
+    expect_only(microbatches, ("microbatches",), "sw.plan", "it plans for the whole batch, and runs nothing")
+    expect_only(options, ("outputs", "unbatched", "opaque"), "sw.plan", "it writes and runs nothing")
+    exact = read_precision(precision)
+    request = read_request(
+        model, source, cluster=cluster_for(cluster, count), training=training_of(optimizer, accumulate, exact),
+        memory=memory, constraints=constraints,
+        search=SearchOptions(
+            seconds=math.inf if seconds is None else seconds, progress=progress, data_only=inputs == "per_replica",
+            microbatches=microbatches.microbatches,
+        ),
     )  # fmt: skip
-    return result
+    return planned(model, example, request, count, entry=entry, precision=exact, options=options)[0]
+
+
+def read_request(
+    model: nn.Module, source: PlanSource, *, cluster: Any, training: TrainingSetup, memory: str | float | None,
+    constraints: ConstraintsLike | None, search: SearchOptions,
+) -> PlanRequest:  # fmt: skip
+    """The request for a plan of a model; the memory limit and the constraints come as people write them."""
+    read = replace(search, memory=read_bytes(memory), constraints=read_asked(constraints, model, source))
+    return PlanRequest(source=source, options=read, training=training, cluster=cluster)
 
 
 def planned(
-    model: nn.Module, *, example: Any, plan: PlanLike, cluster: str | Path | int, size: int | None = None,
-    entry: str = "train", memory: str | float | None, optimizer: str, precision: PrecisionLike, accumulate: int,
-    inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
-    constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
-    microbatches: int | None = None, unbatched: Sequence[str] | None = None,
+    model: nn.Module, example: Any, request: PlanRequest, size: int, *, entry: str = "train",
+    precision: PrecisionLike = None, options: CompileOptions,
 ) -> tuple[Plan, CapturedGraph]:  # fmt: skip
-    """A plan as `plan` makes it, and the call that it is for.
-
-    size    for how many devices of the cluster, if not for all
-    stop    says when to end the search with the best so far
-    """
-    exact = read_precision(precision)
-    check_names(model, unbatched)
-    captured = with_unbatched(captured_graph(model, example, entry=entry, opaque=opaque, precision=exact), unbatched)
-    if outputs == "scalars":
+    """The plan of a request for `size` devices, and the call that it is for: its outputs and what has a batch dim."""
+    check_names(model, options.unbatched)
+    captured = captured_graph(model, example, entry=entry, opaque=options.opaque, precision=precision)
+    captured = with_unbatched(captured, options.unbatched)
+    if options.outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
-    count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
-    setting = PlanningTask(
-        cluster=cluster_for(cluster, count),
-        training=training_of(optimizer, accumulate, exact),
-        options=SearchOptions(
-            memory=read_bytes(memory),
-            constraints=read_asked(constraints, model, plan),
-            stop=stop,
-            seconds=math.inf if seconds is None else seconds,
-        ),
-        rows=inputs == "per_replica",
-        progress=progress,
-    )
-    batching = Batching(microbatches=microbatches)
     analysis = analyse(captured.graph, probing(captured.functions))
-    return make_plan(captured.graph, analysis, plan, count, setting, batching), captured
+    return make_plan(captured.graph, analysis, request, size), captured
 
 
 def captured_graph(
-    model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked",
+    model: nn.Module, example: Any, *, entry: str | None = None, opaque: Opaque = "marked",
     precision: PrecisionLike = None,
 ) -> CapturedGraph:  # fmt: skip
     """What a call of a model computes."""
@@ -275,10 +255,11 @@ def captured_graph(
                        masks=MaskFacts(buffers=dict(model.named_buffers(remove_duplicate=False))))  # fmt: skip
 
 
-def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:
+def read_asked(constraints: ConstraintsLike | None, model: nn.Module, source: PlanSource) -> Constraints:
     """Constraints on the search of a plan for a model."""
-    if constraints is not None and plan != "auto":
-        raise InputError(f'constraints are for plan="auto", which searches; plan={plan!r} says what to do')
+    if constraints is not None and not isinstance(source, AutoPlan):
+        name = source_name(source)
+        raise InputError(f'constraints are for plan="auto", which searches; plan={name!r} says what to do')
     modules = model.named_modules(remove_duplicate=False)
     return read_constraints(constraints, {path: type(module).__name__ for path, module in modules})
 
@@ -291,16 +272,12 @@ def read_bytes(text: str | float | None) -> float | None:
         raise InputError(f"memory={text!r}: {error}") from error
 
 
-def cluster_size(cluster: str | Path, plan: PlanLike) -> int:
+def cluster_size(cluster: str | Path, source: PlanSource) -> int:
     """How many devices a name such as "8xA100-80GB" or a cluster file stands for; "cpu" is what the plan says."""
-    if isinstance(plan, Plan):
-        return plan.size
+    if isinstance(source, Plan):
+        return source.size
     total = find_cluster(cluster).size
-    if total == 1 and isinstance(plan, str):
-        from .plan import parse_plan_string
-
-        return parse_plan_string("single" if plan == "auto" else plan).size if not plan.endswith(".json") else 1
-    return total
+    return (source_size(source) or 1) if total == 1 and not isinstance(source, PlanFile) else total
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

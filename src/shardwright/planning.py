@@ -1,13 +1,9 @@
-"""From a wish to a plan: a plan string, a file, a Plan, a function, or "auto", which searches.
-
-What the search has to know is a `Setting`: the cluster, how the model is trained, the memory, what people ask for.
-"""
+"""From a `PlanRequest` to a plan: by policies, from a file, by a function, or by the search."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,152 +16,118 @@ from .errors import PlanError
 from .ir import Graph, Output
 from .ir.recompute import faults_of
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
-from .plan.auto import Progress, SearchOptions, SearchResult, extend
-from .plan.file import load as load_plan
+from .plan.auto import SearchResult, extend
 from .plan.joint import JointResult, note_of, pipeline_summary, predicted
 from .plan.joint import find_plan as find_joint
 from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
+from .plan.request import AutoPlan, PlanFile, PlanRequest
+from .plan.search_options import SearchOptions
 from .precision import Precision, name_of
 from .rules import Analysis
 from .rules.replica_axes import is_replica, replica_axes
 from .runtime.world import World
 
-PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlanningTask:
-    """What a plan is made for. `rows`: every data-parallel group passes its own rows."""
-
-    cluster: Cluster
-    training: TrainingSetup = field(default_factory=TrainingSetup)
-    options: SearchOptions = field(default_factory=SearchOptions)
-    rows: bool = False
-    progress: Progress | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batching:
-    """How a batch is cut into microbatches: their number, if somebody says, and whether each is a batch of its own."""
-
-    microbatches: int | None = None
-    local: bool = False
-
-
-def make_plan(
-    graph: Graph,
-    analysis: Analysis,
-    wish: PlanLike,
-    world: int,
-    setting: PlanningTask | None = None,
-    batching: Batching | None = None,
-) -> Plan:
-    """The plan that was asked for, for a graph on `world` devices. With a setting it says what it costs."""
-    requested = batching or Batching()
-    if isinstance(wish, Plan):
-        plan = wish
-    elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
-        plan = load_plan(wish, graph)
-    elif wish == "auto":
-        task = setting or PlanningTask(cluster=cluster_of(world))
-        options = replace(task.options, microbatches=requested.microbatches, local=requested.local)
-        return find_plan(analysis, world, replace(task, options=options)).plan
-    elif isinstance(wish, str):
-        plan = _drawn(
-            graph, analysis, parse_plan_string(wish, world), requested, str(setting.cluster) if setting else ""
-        )
+def make_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> Plan:
+    """The requested plan for a graph on `size` devices. With a cluster in the request it has a prediction."""
+    source = request.source
+    if isinstance(source, AutoPlan):
+        return find_plan(analysis, request, size).plan
+    if isinstance(source, PolicyRequest):
+        source.check_size(size)
+        plan = _by_policies(graph, analysis, source, request)
     else:
-        plan = wish(graph, world)
-    if not (isinstance(wish, str) and not wish.endswith(".json")):
-        _check_batching(plan, requested)
-    if plan.size != world:
-        raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
+        if isinstance(source, Plan):
+            plan = source
+        else:
+            plan = source.load(graph) if isinstance(source, PlanFile) else source(graph, size)
+        _check_microbatches(plan, request.options)
+    if plan.size != size:
+        raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {size} processes")
     plan.check_against(graph)
-    if setting is None:
+    if request.cluster is None:
         return plan
-    plan = replace(plan, made_for=setting.cluster)
-    return plan if plan.is_pipeline else priced(plan, analysis, setting)
+    plan = replace(plan, made_for=request.cluster)
+    return plan if plan.is_pipeline else priced(plan, analysis, request, request.cluster)
 
 
-def _check_batching(plan: Plan, requested: Batching) -> None:
-    """Refuse a plan that says other microbatches than were asked for."""
-    if requested.microbatches not in (None, plan.microbatches):
+def _check_microbatches(plan: Plan, options: SearchOptions) -> None:
+    """Refuse an existing plan for other microbatches than were asked for."""
+    if options.microbatches not in (None, plan.microbatches):
         raise PlanError(
-            f"the plan has {plan.microbatches} microbatches, and {requested.microbatches} are asked for; "
-            "leave that to it"
+            f"the plan has {plan.microbatches} microbatches, and {options.microbatches} are asked for; leave that to it"
         )
-    if plan.local != requested.local:
+    if plan.local != options.local:
         how, other = ("local", "global") if plan.local else ("global", "local")
         raise PlanError(
-            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{other}" is '
+            f'the plan is for PipelineOptions(semantics="{how}", microbatches={plan.microbatches}), and "{other}" is '
             "asked for; ask for what the plan is for, or make another"
         )
 
 
-def _drawn(graph: Graph, analysis: Analysis, request: PolicyRequest, requested: Batching, cluster: str) -> Plan:
-    """What a plan string asks for."""
-    if request.stages or (requested.microbatches or 1) > 1:
-        return build_pipeline(graph, request, analysis, cluster, requested.microbatches, requested.local)
-    return build_plan(graph, request, analysis, cluster)
+def _by_policies(graph: Graph, analysis: Analysis, policies: PolicyRequest, request: PlanRequest) -> Plan:
+    options, cluster = request.options, str(request.cluster or "")
+    if policies.stages or (options.microbatches or 1) > 1:
+        return build_pipeline(graph, policies, analysis, cluster, options.microbatches, options.local)
+    return build_plan(graph, policies, analysis, cluster)
 
 
-def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointResult:
-    """Search for the best plan, flat or a pipeline, and say in it what it costs."""
-    if setting.cluster.size < world:
-        raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
-    options = replace(setting.options, data_only=setting.rows)
-    strange = [name for name in options.constraints.axes if setting.rows and not is_replica(name)]
+def find_plan(analysis: Analysis, request: PlanRequest, size: int) -> JointResult:
+    """Search for the best plan, flat or a pipeline, and predict what it costs."""
+    cluster, options = request.cluster or cluster_of(size), request.options
+    if cluster.size < size:
+        raise PlanError(f"the cluster {cluster} has {cluster.size} devices, and {size} are asked for")
+    strange = [name for name in options.constraints.axes if options.data_only and not is_replica(name)]
     if strange:
         raise PlanError(
             f'with inputs="per_replica" every axis splits the batch and is called dp, not {", ".join(strange)}'
         )
     with without_collection():
-        result = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
-        return replace(result, plan=replace(_told(result, analysis, setting), made_for=setting.cluster))
+        result = find_joint(analysis, cluster, request.training, options, size=size)
+        plan = _with_predictions(result, analysis, request, cluster)
+        return replace(result, plan=replace(plan, made_for=cluster))
 
 
-def _told(result: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:
-    """The plan that was named_cluster, with what it costs, and how it compares with plans of the other kind."""
+def _with_predictions(result: JointResult, analysis: Analysis, request: PlanRequest, cluster: Cluster) -> Plan:
+    """The plan of a search with what it costs, and how it compares with plans of the other kind."""
     entry, note = analysis.graph.entry, note_of(result)
     if result.pipeline is not None:
-        prediction = predicted(result, setting.cluster, setting.training, analysis.graph)
+        prediction = predicted(result, cluster, request.training, analysis.graph)
         plan = replace(result.plan, predicted={**result.plan.predicted, entry: prediction})
     else:
-        plan = priced(result.plan, analysis, setting, result.flat)
+        plan = priced(result.plan, analysis, request, cluster, result.flat)
         plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **pipeline_summary(result)}})
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
-def priced(plan: Plan, analysis: Analysis, setting: PlanningTask, result: SearchResult | None = None) -> Plan:
+def priced(
+    plan: Plan, analysis: Analysis, request: PlanRequest, cluster: Cluster, result: SearchResult | None = None
+) -> Plan:
     """A plan with what it is predicted to cost."""
-    entry = analysis.graph.entry
-    rows = replica_axes(plan.mesh) if setting.rows else ()
-    limit = setting.options.memory
+    entry, options = analysis.graph.entry, request.options
+    rows = replica_axes(plan.mesh) if options.data_only else ()
     memory = result.best.memory if result is not None else None
     prediction = price(
-        analysis, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory
+        analysis, cluster, request.training, plan, rows=rows, limit=options.memory, memory=memory
     ).as_json()
     if result is not None:
         prediction |= result.as_json()
     return replace(plan, predicted={**plan.predicted, entry: prediction})
 
 
-def continue_plan(
-    plan: Plan, graph: Graph, analysis: Analysis, world: int, setting: PlanningTask | None = None
-) -> Plan:
-    """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
+def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanRequest) -> Plan:
+    """A plan with one more entry (eval, another batch size): parameters stay as they are stored."""
     if plan.is_pipeline:
         return continue_pipeline(plan, analysis)
     if plan.policy == "auto":
-        cluster = setting.cluster if setting else cluster_of(world)
-        more = extend(plan, analysis, cluster, setting.training if setting else TrainingSetup())
+        more = extend(plan, analysis, request.cluster or cluster_of(plan.size), request.training)
     else:
-        more = build_plan(
-            graph, parse_plan_string(plan.policy, world).like(plan.mesh), analysis, plan.cluster, lenient=True
-        )
-    wished = next(iter(plan.entries.values()))[0].recompute
-    again = tuple(path for path in wished if not faults_of(graph, path))
+        policies = parse_plan_string(plan.policy)
+        policies.check_size(plan.size)
+        more = build_plan(graph, policies.like(plan.mesh), analysis, plan.cluster, lenient=True)
+    recomputed = next(iter(plan.entries.values()))[0].recompute
+    again = tuple(path for path in recomputed if not faults_of(graph, path))
     return replace(
         plan,
         entries={**plan.entries, graph.entry: (replace(more.entries[graph.entry][0], recompute=again),)},
@@ -248,6 +210,3 @@ def only_scalars(graph: Graph) -> Graph:
 
     returned = graph.outputs if graph.returned is None else graph.returned
     return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), returned=returned)
-
-
-__all__ = ["PlanLike", "PlanningTask", "SearchResult", "continue_plan", "find_plan", "make_plan", "only_scalars"]

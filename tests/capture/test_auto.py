@@ -104,18 +104,20 @@ def test_the_user_s_model_is_not_marked():
     net = Net(Gate())
     before = copy.deepcopy(vars(net.blocks[0])).keys()
     with pytest.warns(UserWarning, match=r"model.blocks\[0\]"):
-        plan = sw.plan(net, example=torch.randn(6, 4), plan="dp=2", opaque="auto")
+        plan = sw.plan(net, example=torch.randn(6, 4), plan="dp=2", compile={"opaque": "auto"})
     assert any(note.startswith("blocks.0 runs uncompiled") for note in plan.notes)
     assert vars(net.blocks[0]).keys() == before
 
 
 def test_another_word_is_refused():
     with pytest.raises(InputError, match="opaque='always'"):
-        sw.plan(Net(), example=torch.randn(6, 4), opaque="always")
+        sw.plan(Net(), example=torch.randn(6, 4), compile={"opaque": "always"})
 
 
 @pytest.mark.filterwarnings("ignore:model.blocks")
 def test_verified():
     torch.manual_seed(0)
-    report = sw.verify(Net(Gate(), Pooled()), "dp=2", example=torch.randn(6, 4), method="threads", opaque="auto")
+    report = sw.verify(
+        Net(Gate(), Pooled()), "dp=2", example=torch.randn(6, 4), method="threads", compile={"opaque": "auto"}
+    )
     assert report, str(report)

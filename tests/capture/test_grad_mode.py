@@ -30,7 +30,7 @@ class Teacher(nn.Module):
 def test_no_grad_inside_of_autocast_gives_the_gradients_of_the_original(tmp_path) -> None:
     torch.manual_seed(0)
     original, x = Teacher(), torch.randn(8, 8)
-    model = parallelize(copy.deepcopy(original), plan="single", example=(x,), directory=tmp_path)
+    model = parallelize(copy.deepcopy(original), plan="single", example=(x,), compile={"directory": tmp_path})
     model(x).backward()
     original(x).backward()
     torch.testing.assert_close(model.weight.grad.as_subclass(Tensor), original.weight.grad, rtol=0, atol=0)

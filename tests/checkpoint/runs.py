@@ -37,7 +37,11 @@ def made(name: str, kind: str, plan: str | None, folder: str | Path, seed: int =
     model = case.module
     if plan is not None:
         model, optimizer = sw.parallelize(
-            model, optimizer, plan=plan, example=(case.args, case.kwargs), directory=Path(folder) / "generated"
+            model,
+            optimizer,
+            plan=plan,
+            example=(case.args, case.kwargs),
+            compile={"directory": Path(folder) / "generated"},
         )
     return model, optimizer, schedule
 

@@ -46,7 +46,7 @@ def test_tied_keys_are_kept_under_the_first():
 def test_a_compiled_part_has_its_parameters_and_buffers_under_their_paths(tmp_path):
     net, _ = little()
     example = torch.randn(3, 4, dtype=torch.float64)
-    compiled = sw.parallelize(little()[0], plan="single", example=(example,), directory=tmp_path)
+    compiled = sw.parallelize(little()[0], plan="single", example=(example,), compile={"directory": tmp_path})
 
     census, plain = KeyOwners(nn.ModuleDict({"net": compiled})), KeyOwners(net)
 

@@ -16,7 +16,9 @@ PLANS = ("zero1=2", "zero3=2", "tp=2", "pp=2")
 def made(plan, folder, precision="bf16"):
     net = Exact()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.5)
-    model, optimizer = sw.parallelize(net, optimizer, plan=plan, example=X, directory=folder, precision=precision)
+    model, optimizer = sw.parallelize(
+        net, optimizer, plan=plan, example=X, compile={"directory": folder}, precision=precision
+    )
     return model, optimizer, EMA(model, 0.5)
 
 

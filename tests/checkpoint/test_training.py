@@ -86,7 +86,9 @@ def test_what_the_model_draws_goes_on(tmp_path):
     def start():
         case = ZOO["dropout_gpt"](dtype=torch.float64)
         optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
-        return case, *sw.parallelize(case.module, optimizer, plan="single", example=case.args, directory=tmp_path)
+        return case, *sw.parallelize(
+            case.module, optimizer, plan="single", example=case.args, compile={"directory": tmp_path}
+        )
 
     case, model, optimizer = start()
     for _ in range(2):
@@ -140,7 +142,9 @@ def test_what_is_computed_of_buffers_once_is_computed_again(tmp_path, plan):
 
     nets = [copy.deepcopy(net) for _ in range(2)]
     wanted = go(net)
-    for found in run_ranks(2, lambda rank: go(sw.parallelize(nets[rank], plan=plan, directory=tmp_path / "made"))):
+    for found in run_ranks(
+        2, lambda rank: go(sw.parallelize(nets[rank], plan=plan, compile={"directory": tmp_path / "made"}))
+    ):
         assert found == pytest.approx(wanted, rel=1e-10)
 
 
@@ -278,7 +282,7 @@ def test_a_model_that_is_compiled_later(tmp_path):
     states = [little(number) for number in (4, 5)]
 
     def rank(number):
-        model, held = sw.parallelize(*states[number], plan="tp=2", directory=tmp_path / "generated")
+        model, held = sw.parallelize(*states[number], plan="tp=2", compile={"directory": tmp_path / "generated"})
         sw.load(tmp_path / "x", model, held, rng=False)
         return [go(model, held) for _ in range(3)]
 

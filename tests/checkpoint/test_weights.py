@@ -71,7 +71,7 @@ def go_through(rank, name, plan, folder):
 
     torch.manual_seed(5 + rank)
     example = {"input_ids": IDS, "labels": IDS}
-    model = sw.parallelize(MODELS[name](), plan=plan, example=example, directory=f"{folder}/generated")
+    model = sw.parallelize(MODELS[name](), plan=plan, example=example, compile={"directory": f"{folder}/generated"})
     with mock.patch.object(MappedFiles, "box", counted):
         load_weights(f"{folder}/hf", model)
     loss = float(model(**example).loss.detach())
@@ -117,7 +117,9 @@ def start_empty(rank, name, plan, folder):
     model = without_values(MODELS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     example = {"input_ids": IDS, "labels": IDS}
-    model, optimizer = sw.parallelize(model, optimizer, plan=plan, example=example, directory=f"{folder}/generated")
+    model, optimizer = sw.parallelize(
+        model, optimizer, plan=plan, example=example, compile={"directory": f"{folder}/generated"}
+    )
     with pytest.raises(InputError, match="were on meta and have no values yet"):
         model(**example)
     with pytest.raises(InputError, match="were on meta and have no values yet"):
@@ -144,7 +146,7 @@ def test_a_model_on_meta_is_filled_shard_by_shard(pools, original, plan):
 def unlike(rank, folder):
     model = without_values(llama) if rank else llama()
     with pytest.raises(InputError, match="some ranks have parameters on meta"):
-        sw.parallelize(model, plan="dp=2", example={"input_ids": IDS, "labels": IDS}, directory=folder)
+        sw.parallelize(model, plan="dp=2", example={"input_ids": IDS, "labels": IDS}, compile={"directory": folder})
 
 
 def test_all_ranks_have_values_or_none(pools, tmp_path):
@@ -230,7 +232,9 @@ def no_room(rank, folder):
     """The first rank's disk is full; the other one must not wait for it for ever."""
     from shardwright.checkpoint import disk
 
-    model = sw.parallelize(llama(), plan="tp=2", example={"input_ids": IDS, "labels": IDS}, directory=f"{folder}/g")
+    model = sw.parallelize(
+        llama(), plan="tp=2", example={"input_ids": IDS, "labels": IDS}, compile={"directory": f"{folder}/g"}
+    )
     left = [2]
 
     def full(self, data):

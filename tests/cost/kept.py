@@ -15,6 +15,7 @@ from shardwright.cost.training import ON_CPU
 from shardwright.memory.rank_program import read_program
 from shardwright.memory.timeline import MemoryTimeline
 from shardwright.plan.lowering import lower
+from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
@@ -29,7 +30,7 @@ def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     analysis = analysed(module, args, kwargs)
-    plan = make_plan(analysis.graph, analysis, "single", 1)
+    plan = make_plan(analysis.graph, analysis, PlanRequest.read("single"), 1)
     program = read_program(lower(analysis.graph, plan, analysis), TrainingSetup())
     line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
@@ -38,7 +39,7 @@ def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def saved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], directory: Path) -> int:
     """The bytes of the storages that autograd saves and that were not there before."""
-    model = sw.parallelize(module, example=(args, kwargs), plan="single", directory=directory)
+    model = sw.parallelize(module, example=(args, kwargs), plan="single", compile={"directory": directory})
     gc.collect()  # what is let go of later leaves its address to what is saved
     there = alive()
     storages: dict[int, torch.UntypedStorage] = {}

@@ -14,6 +14,7 @@ from shardwright.memory.heap import ACTIVATION
 from shardwright.memory.rank_program import read_program
 from shardwright.memory.timeline import MemoryTimeline
 from shardwright.plan.lowering import lower
+from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.rules import Analysis
 from tests.models.zoo import ZOO
@@ -55,7 +56,7 @@ def memory(analysis: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
 
 
 def lowered(analysis: Analysis, plan: str, ranks: int, recompute: tuple[str, ...] = ()) -> LoweredProgram:
-    made_plan = make_plan(analysis.graph, analysis, plan, ranks)
+    made_plan = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks)
     (stage,) = made_plan.entries["train"]
     made_plan = replace(made_plan, entries={"train": (replace(stage, recompute=recompute),)})
     return lower(analysis.graph, made_plan, analysis)

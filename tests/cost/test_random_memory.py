@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench.memory import ranks_of
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -24,14 +25,14 @@ from shardwright.memory import rank_memory, simulate_memory, simulate_stage_memo
 from shardwright.memory.heap import ACTIVATION
 from shardwright.memory.rank_program import read_program
 from shardwright.memory.timeline import MemoryTimeline
-from shardwright.plan.auto import SearchOptions
 from shardwright.plan.constraints import read_constraints
 from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.lowering import lower, lower_pipeline
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.search_options import SearchOptions
 from shardwright.planning import make_plan
 from shardwright.rules import FAN, Analysis, Choices
 from shardwright.storage import KINDS, SHARDED_KINDS
-from shardwright.verify.parity import ranks_of
 from tests.models.zoo import loss_of
 from tests.runtime.ranks import run_ranks
 
@@ -59,7 +60,7 @@ def saved_by_autograd(case: tuple[Any, ...], plan: str, ranks: int, directory: P
 
     def forward(rank: int) -> int:
         module, args, kwargs = copy.deepcopy(case)
-        model = sw.parallelize(module, example=(args, kwargs), plan=plan, directory=directory)
+        model = sw.parallelize(module, example=(args, kwargs), plan=plan, compile={"directory": directory})
         dist.barrier()  # nothing is made while one rank looks at all objects
         before = storages_alive() if rank == 0 else []  # objects, so that nothing new gets an address of theirs
         dist.barrier()
@@ -90,7 +91,7 @@ def storages_alive() -> list[torch.UntypedStorage]:
 def test_what_is_saved_for_backward_is_what_autograd_saves(seed, tmp_path):
     plan = PLANS[seed % len(PLANS)]
     analysis, ranks = random_analysis(seed), ranks_of(plan)
-    program = lower(analysis.graph, make_plan(analysis.graph, analysis, plan, ranks), analysis)
+    program = lower(analysis.graph, make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks), analysis)
     real = saved_by_autograd(random_case(seed), plan, ranks, tmp_path)
     assert saved_bytes(program) == pytest.approx(real, abs=SCALARS), plan
 

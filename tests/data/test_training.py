@@ -67,7 +67,7 @@ def parallel(given, batch, loss_of, plan, inputs, directory, **options):
         rows = batch // 2 if inputs == "per_replica" else batch
         example = [held[:rows] for held in given[1].tensors][: 1 if loss_of is outside else 2]
         model, optimizer = sw.parallelize(
-            net, optimizer, plan=plan, inputs=inputs, directory=directory, example=tuple(example)
+            net, optimizer, plan=plan, inputs=inputs, compile={"directory": directory}, example=tuple(example)
         )
         batches = loader(given[1], batch, model=model, shuffle=True, seed=2, **options)
         return trained(model, optimizer, batches, loss_of), model.full_state_dict()
@@ -116,7 +116,11 @@ def test_a_model_with_wrong_replicas_raises(tmp_path, given):
     def run(rank):
         x, y = given[1].tensors
         model = sw.parallelize(
-            copy.deepcopy(given[0]), plan="dp=2", inputs="per_replica", directory=tmp_path, example=(x[:2], y[:2])
+            copy.deepcopy(given[0]),
+            plan="dp=2",
+            inputs="per_replica",
+            compile={"directory": tmp_path},
+            example=(x[:2], y[:2]),
         )
         model.pass_whole(True)
         for _ in range(2):

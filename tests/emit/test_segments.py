@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.emit.prologue import counts, known_names
 from shardwright.lower.program import PrologueValue
-from shardwright.planning import Batching
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.search_options import SearchOptions
 from shardwright.verify import compile_program, verify
 from tests.emit.emitted import pipeline_texts
 
@@ -30,6 +31,10 @@ def test_the_head_says_what_a_stage_receives_and_sends():
         assert "mesh       one device" in head, "time is no axis of devices"
 
 
+def asked(plan):
+    return PlanRequest.read(plan, options=SearchOptions(microbatches=2))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_weights_gradients_are_put_off_only_where_the_schedule_has_a_step_for_them(schedule):
     text = "".join(pipeline_texts(f"pp=2,{schedule}", 2))
@@ -42,7 +47,7 @@ def test_evaluation_puts_nothing_off():
     module = Named()
     module.eval()
 
-    made = compile_program(module, (torch.randn(4, 6), labels()), {}, "pp=2,zb", 2, batching=Batching(microbatches=2))
+    made = compile_program(module, (torch.randn(4, 6), labels()), {}, asked("pp=2,zb"), 2)
 
     assert "self.weights.linear" not in "".join(made.texts)
 
@@ -66,7 +71,7 @@ class TwoLosses(nn.Module):
 
 def test_labels_are_counted_before_the_first_microbatch_each_under_a_name_of_its_own():
     args = torch.randn(4, 6), labels(), labels()
-    made = compile_program(TwoLosses(), args, {}, "pp=2", 2, batching=Batching(microbatches=2))
+    made = compile_program(TwoLosses(), args, {}, asked("pp=2"), 2)
     program = made.programs[-1]
 
     assert list(counts(program)) == ['runtime.PrologueCount(name="count")', 'runtime.PrologueCount(name="count_1")']
@@ -119,7 +124,9 @@ class Rooted(nn.Module):
 def test_models_may_have_the_names_of_a_stage(net, plan):
     torch.manual_seed(0)
 
-    report = verify(net(), plan, example=(torch.randn(4, 6), labels()), method="threads", microbatches=2, steps=1)
+    report = verify(
+        net(), plan, example=(torch.randn(4, 6), labels()), method="threads", pipeline={"microbatches": 2}, steps=1
+    )
 
     assert report.passed, str(report)
 
@@ -131,7 +138,7 @@ def test_a_count_is_said_with_the_axes_it_is_summed_over_and_how_it_is_reduced()
         PrologueValue(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
     ]
     program = compile_program(
-        TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, "pp=2", 2, batching=Batching(microbatches=2)
+        TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, asked("pp=2"), 2
     ).programs[-1].with_(early=tuple(early))  # fmt: skip
 
     assert list(counts(program)) == [

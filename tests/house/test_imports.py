@@ -12,6 +12,7 @@ MAY_IMPORT = {
     "batch_dim": "",
     "frozen_values": "",
     "precision": "errors",
+    "options": "errors",
     "layout": "errors",
     "control_flow": "",
     "reshard": "errors layout",
@@ -32,20 +33,21 @@ MAY_IMPORT = {
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster cost plan "
-        "lower probe emit runtime planning"
+        "errors options batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster "
+        "cost plan lower probe emit runtime planning"
     ),
     "verify": (
-        "errors precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit runtime "
-        "planning compile wrapping"
+        "errors options precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit "
+        "runtime planning compile wrapping"
     ),
     "rehearse": (
-        "errors precision layout storage schedule ir rules ops capture plan lower probe runtime planning compile verify"
+        "errors options precision layout storage schedule ir rules ops capture plan lower probe runtime planning "
+        "compile verify"
     ),
-    "compiled_parts": "errors layout storage capture plan lower runtime planning compile",
+    "compiled_parts": "errors options layout storage capture plan lower runtime planning compile",
     "parallelize": (
-        "errors precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime planning "
-        "compile compiled_parts verify wrapping"
+        "errors options precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime "
+        "planning compile compiled_parts verify wrapping"
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",
@@ -53,16 +55,18 @@ MAY_IMPORT = {
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules ops capture probe runtime verify",
     "report": "errors layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
-    "lightning": "errors runtime planning compile compiled_parts parallelize checkpoint",
+    "train": (
+        "errors options cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema"
+    ),
+    "lightning": "errors options plan runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
-        "errors batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning compile "
-        "verify rehearse parallelize checkpoint report train"
+        "errors options batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning "
+        "compile verify rehearse parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset(
-    "errors batch_dim precision layout storage reshard schedule ir rules ops cluster cost lower memory plan "
+    "errors batch_dim options precision layout storage reshard schedule ir rules ops cluster cost lower memory plan "
     "emit".split()
 )
 

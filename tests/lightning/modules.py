@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, BatchEncoding
 import lightning
 from shardwright.huggingface import empty_model
 from shardwright.lightning import ShardwrightStrategy
+from tests.options import grouped
 
 SEED = 1
 LARGE = 2.0**22  # a scale of the loss that float16 has to come down from
@@ -90,7 +91,9 @@ def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
 def ours(plan: str, devices: int, **options: Any) -> Trainer:
     own = {key: options.pop(key) for key in ("parts", "inputs", "example", "weights", "microbatches") if key in options}
     folder = options.setdefault("default_root_dir", tempfile.mkdtemp(prefix="lightning-"))
-    return trainer(ShardwrightStrategy(plan, directory=f"{folder}/generated", **own), devices, **options)
+    parts = own.pop("parts", None)
+    groups = grouped(directory=f"{folder}/generated", **own)
+    return trainer(ShardwrightStrategy(plan, parts=parts, **groups), devices, **options)
 
 
 @contextmanager

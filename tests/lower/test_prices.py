@@ -17,7 +17,8 @@ from shardwright.plan.auto import SearchOptions
 from shardwright.plan.file import load
 from shardwright.plan.lowering import lower
 from shardwright.plan.price import price
-from shardwright.planning import PlanningTask, make_plan
+from shardwright.plan.request import PlanRequest
+from shardwright.planning import make_plan
 from shardwright.report.communication import runs_again
 from shardwright.reshard import Reshard
 from tests.lower.test_collectives import converters
@@ -28,8 +29,8 @@ FLAT = SearchOptions(pipelines=False)
 
 def plan_of(name: str, text: str, cluster: Cluster) -> Plan:
     """A flat plan on all devices of a cluster."""
-    task = PlanningTask(cluster=cluster, options=FLAT)
-    return make_plan(graph_of(name, 8), facts_of(name, 8), text, cluster.size, task)
+    request = PlanRequest.read(text, cluster=cluster, options=FLAT)
+    return make_plan(graph_of(name, 8), facts_of(name, 8), request, cluster.size)
 
 
 def lowered_seconds(program: LoweredProgram, prices: ReshardPrices) -> float:
@@ -95,7 +96,7 @@ def test_a_plan_file_is_lowered_by_bytes_unless_a_cluster_is_named_with_it(tmp_p
     plan.save(tmp_path / "plan.json")
 
     read = load(tmp_path / "plan.json", graph)
-    named = make_plan(graph, analysis, tmp_path / "plan.json", 2, PlanningTask(cluster=cluster, options=FLAT))
+    named = make_plan(graph, analysis, PlanRequest.read(tmp_path / "plan.json", cluster=cluster, options=FLAT), 2)
 
     assert (plan.made_for, read.made_for, named.made_for) == (cluster, None, cluster)
     assert read.name == plan.name

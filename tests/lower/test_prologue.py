@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright.errors import LoweringError
 from shardwright.lower import LoweredProgram
-from shardwright.planning import Batching
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.search_options import SearchOptions
 from shardwright.runtime import SplitDim
 from shardwright.runtime.collectives import comm
 from shardwright.verify import compile_program
@@ -39,7 +40,8 @@ def programs_of(
     module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4
 ) -> tuple[LoweredProgram, ...]:
     size = 1 if plan == "single" else 2
-    return compile_program(module, args, {}, plan, size, batching=Batching(microbatches=microbatches)).programs
+    request = PlanRequest.read(plan, options=SearchOptions(microbatches=microbatches))
+    return compile_program(module, args, {}, request, size).programs
 
 
 def early_of(module: nn.Module, *args: Tensor, plan: str = "single") -> list[tuple[str, tuple[str, ...]]]:
@@ -185,7 +187,7 @@ def test_what_would_have_to_see_other_microbatches_is_refused_with_its_line_and_
 
     said = str(error.value)
     assert op in said and "test_prologue.py:" in said
-    assert "microbatches=1" in said and 'microbatch_semantics="local"' in said
+    assert "microbatches=1" in said and 'semantics="local"' in said
 
 
 def test_gradients_that_would_go_back_to_inputs_are_not_lost():

@@ -61,7 +61,7 @@ def test_a_bias_is_a_vector_of_the_product_s_dtype(shape, dtype, computed, folde
     (product,) = first(program_of(module, (x,), "single"), "aten.linear.default")
     assert (product.argument("bias") is not None) == folded
     wanted = module(x)
-    torch.testing.assert_close(parallelize(module, plan="single", directory=tmp_path)(x), wanted)
+    torch.testing.assert_close(parallelize(module, plan="single", compile={"directory": tmp_path})(x), wanted)
 
 
 class Convolved(nn.Module):
@@ -94,7 +94,7 @@ class Shifted(nn.Module):
 def test_a_row_that_is_viewed_as_channels_is_no_bias(tmp_path) -> None:
     module, call = Shifted(), (torch.randn(4, 3, 5, 5), torch.randn(1, 2))
     wanted = module(*call)
-    torch.testing.assert_close(parallelize(module, plan="single", directory=tmp_path)(*call), wanted)
+    torch.testing.assert_close(parallelize(module, plan="single", compile={"directory": tmp_path})(*call), wanted)
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,14 @@ def judge(sample: Sample, folder: Path) -> Verdict:
 
 def decided(sample: Sample, folder: Path, wanted: Run) -> Verdict:
     """What to say of a sample that eager can do."""
-    model = parallelize(copy.deepcopy(sample.module), plan="single", directory=folder)
+    model = parallelize(copy.deepcopy(sample.module), plan="single", compile={"directory": folder})
     try:
         found = run_call(model, model, sample)
     except ShardwrightError as error:
         return Verdict("refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # whatever it is, a user would see it
         return Verdict("foreign", described(error))
-    drawn = [op for op in model._around["compile"].programs[0].graph.ops if op.draws]
+    drawn = [op for op in model._around["compiler"].programs[0].graph.ops if op.draws]
     if not drawn and not undefined(sample.subject):
         off = difference(found, wanted)
         if off:

@@ -70,7 +70,7 @@ def _judge(info: Any, settings: dict[str, Any], plan: str, size: int) -> Verdict
     def rank(_: int) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
         with tempfile.TemporaryDirectory(prefix="shardwright-optim-") as folder:
-            model, optimizer = parallelize(mine, make(mine), plan=plan, example=(x,), directory=folder)
+            model, optimizer = parallelize(mine, make(mine), plan=plan, example=(x,), compile={"directory": folder})
             _train(model, optimizer, x)
             found: dict[str, Tensor] = model.full_state_dict()
             return found

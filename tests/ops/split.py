@@ -19,14 +19,16 @@ from torch.utils import _pytree as pytree
 
 from shardwright.capture import CapturedGraph, capture
 from shardwright.capture.interpret import run
-from shardwright.compile import copy_to_meta
+from shardwright.compile import CompilerSettings, copy_to_meta
 from shardwright.errors import RuleError, ShardwrightError
 from shardwright.ir import Graph, Op
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
 from shardwright.plan.builder import PlanBuilder
+from shardwright.plan.request import PlanRequest
 from shardwright.probe import check_role, probing
 from shardwright.rules import Analysis, analyse
+from shardwright.runtime.model.access import state_of
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.world import start
 from shardwright.verify.compiled import SharingCompiler
@@ -120,10 +122,11 @@ def _judge(sample: Sample, captured: CapturedGraph, wanted: Run, parts: int) -> 
 
 
 def _run(sample: Sample, captures: dict[tuple[bool, int], CapturedGraph], parts: int, folder: Path) -> Run:
-    world, module = start(), copy.deepcopy(sample.module)
-    compiler = SharingCompiler(module, None, world, plan_of(sample.number), "same", folder, 0, exact_random=True)
+    request = PlanRequest.read(plan_of(sample.number))
+    settings = CompilerSettings(request=request, directory=folder, exact_random=True)
+    compiler = SharingCompiler(copy.deepcopy(sample.module), None, start(), settings)
     compiler.captures = captures
-    model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+    model = ParallelModel(compiler)
     leaves, spec = pytree.tree_flatten((sample.args, sample.kwargs))
     fresh = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
              for leaf in leaves]  # fmt: skip
@@ -136,7 +139,7 @@ def _run(sample: Sample, captures: dict[tuple[bool, int], CapturedGraph], parts:
     return Run(
         result=pytree.tree_map_only(Tensor, Tensor.detach, result),
         gradients=[*gradients, *_parameter_gradients(sample.module, model)],
-        buffers=[model._ready().buffers[key].clone() for key, _ in sample.module.named_buffers()],
+        buffers=[state_of(model).buffers[key].clone() for key, _ in sample.module.named_buffers()],
     )
 
 

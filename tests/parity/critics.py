@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .threaded import world_of
@@ -84,7 +85,7 @@ def on_ranks(
 
     def run(rank: int) -> list[Tensor]:
         made = optimizer([p for p in copies[rank].parameters() if p.requires_grad])
-        return loop(*parallelize(copies[rank], made, plan=plan, directory=folder, **options))
+        return loop(*parallelize(copies[rank], made, plan=plan, **grouped(directory=folder, **options)))
 
     return wanted, run_ranks(world_of(plan), run)
 

@@ -85,7 +85,7 @@ def train(rank: int, plan: dict[str, Any], policy: str, directory: str) -> None:
 def _made(policy: str, directory: str) -> Any:
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return parallelize(module, optimizer, plan=policy, example=(torch.randn(4, 4),), directory=directory)
+    return parallelize(module, optimizer, plan=policy, example=(torch.randn(4, 4),), compile={"directory": directory})
 
 
 def launch(size: int, plan: dict[str, Any], policy: str, directory: Path, timeout: float) -> list[Ended]:

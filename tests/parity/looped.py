@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright.parallelize import parallelize
 from shardwright.runtime.model.parallel_model import ParallelModel
 from tests.models.zoo import ZOO, Case
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .single import whole_gradients
@@ -60,7 +61,7 @@ def on_ranks(
         case = cases[rank]
         made = optimizer([p for p in case.module.parameters() if p.requires_grad])
         given = {"example": (case.args, case.kwargs)} if example else {}
-        model, same = parallelize(case.module, made, plan=plan, directory=folder, **given, **options)
+        model, same = parallelize(case.module, made, plan=plan, **grouped(directory=folder, **given, **options))
         assert same is made
         return loop(model, made, case)
 

@@ -27,9 +27,12 @@ from torch import Tensor, nn
 
 from shardwright.capture import CapturedGraph, capture, run
 from shardwright.cluster import Cluster
-from shardwright.compile import Compiler, copy_to_meta
-from shardwright.planning import Batching, PlanningTask
+from shardwright.compile import Compiler, CompilerSettings, copy_to_meta
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.search_options import SearchOptions
+from shardwright.runtime.model.access import state_of
 from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.runtime.model.specialization import ModelCall
 from shardwright.runtime.parameters.full_tensors import gather_tensor
 from shardwright.runtime.parameters.sharded import keeps_share, raw_gradient
 from shardwright.runtime.parameters.state_dicts import spread_out
@@ -133,26 +136,24 @@ class SharingCompiler(Compiler):
 
     given: CapturedGraph
 
-    def _capture(self, model: ParallelModel, args: Any, kwargs: Any) -> CapturedGraph:
-        assert model.training and not self.programs, "this harness trains, at one batch size"
+    def _capture(self, call: ModelCall) -> CapturedGraph:
+        assert call.training and not self.programs, "this harness trains, at one batch size"
         return self.given
 
 
 def compiled(
-    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, batching: Batching | None = None,
+    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, microbatches: int | None = None,
     cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
-    """The run under a plan, everything brought to whole. On a cluster reshards go by its prices."""
+    """The run under a plan, with full tensors. On a cluster reshards go by its prices."""
     case = build(name, dtype)
     optimizer = optimizer_of(kind, case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]
-    world = start()
-    compiler = SharingCompiler(
-        case.module, optimizer, world, plan, "global", Path(directory), 0, promote=promoted(name, dtype),
-        batching=batching, setting=PlanningTask(cluster=cluster) if cluster else None,
-    )  # fmt: skip
+    request = PlanRequest.read(plan, options=SearchOptions(microbatches=microbatches), cluster=cluster)
+    settings = CompilerSettings(request=request, directory=Path(directory), promote=promoted(name, dtype))
+    compiler = SharingCompiler(case.module, optimizer, start(), settings)
     compiler.given = given
-    return trained(ParallelModel(compiler.skeleton, world, compiler, "global", 1), case, optimizer, keys)
+    return trained(ParallelModel(compiler), case, optimizer, keys)
 
 
 def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, keys: list[str]) -> Trace:
@@ -167,13 +168,13 @@ def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, 
         optimizer.step()
     whole = model.full_state_dict()
     trace.parameters = {key: whole[key] for key in keys}
-    trace.buffers = {key: buffer.clone() for key, buffer in model._ready().buffers.items()}
+    trace.buffers = {key: buffer.clone() for key, buffer in state_of(model).buffers.items()}
     return trace
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     """Every gradient of a compiled model, put together from the pieces. All ranks must call it."""
-    holding = model._ready()
+    holding = state_of(model)
     found: dict[str, Tensor | None] = {}
     for held in holding.specs:
         parameter = holding.parameters[held.name]
@@ -217,7 +218,7 @@ def _compare_all(what: str, mine: dict[str, Any], other: dict[str, Any], compare
 
 def parity(
     rank: int, name: str, plan: str, dtype: str, wanted: dict[str, Trace], held: bytes, directory: str,
-    batching: Batching | None = None,
+    microbatches: int | None = None,
 ) -> list[str]:  # fmt: skip
     """The faults of a model under a plan, seen by one rank, for each optimizer."""
     found = []
@@ -225,6 +226,6 @@ def parity(
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # torch unpickles its own so
         given = pickle.loads(held)
     for kind, trace in wanted.items():
-        mine = compiled(name, dtype, plan, kind, directory, given, batching)
+        mine = compiled(name, dtype, plan, kind, directory, given, microbatches)
         found += [f"{kind}: {fault}" for fault in faults_of(mine, trace, TOLERANCE[dtype])]
     return found

@@ -68,7 +68,7 @@ def follows(change, plan="dp=2", folder=None, early=False, programs=2):
     models = [make() for _ in range(world_of(plan))]
 
     def run(rank):
-        model = parallelize(models[rank], plan=plan, directory=folder)
+        model = parallelize(models[rank], plan=plan, compile={"directory": folder})
         return steps(model), len(set(map(id, model._entries.values())))
 
     for seen, count in run_ranks(world_of(plan), run):
@@ -128,7 +128,7 @@ def test_under_every_plan(plan, tmp_path):
 
 
 def test_the_p_of_a_dropout_changes_what_is_dropped(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     model.drop.p = 0.9
     assert model(X) != before
@@ -136,7 +136,7 @@ def test_the_p_of_a_dropout_changes_what_is_dropped(tmp_path):
 
 
 def test_going_back_finds_the_old_program(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     model.scale = 3
     model(X)
@@ -162,7 +162,7 @@ def test_an_attribute_that_appears_is_seen(tmp_path):
         def forward(self, x):
             return (self.layer(x) * getattr(self, "factor", 1.0)).mean()
 
-    model = parallelize(Optional().double(), plan="single", directory=tmp_path)
+    model = parallelize(Optional().double(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     model.factor = 2.0
     assert torch.equal(model(X), 2 * before)
@@ -186,7 +186,7 @@ def test_a_plain_tensor_that_is_changed_in_place(tmp_path):
         def forward(self, x):
             return (self.layer(x) * self.mask).mean()
 
-    model = parallelize(Masked(), plan="single", directory=tmp_path)
+    model = parallelize(Masked(), plan="single", compile={"directory": tmp_path})
     model(X.float())
     model.mask.zero_()
     assert model(X.float()) == 0
@@ -247,7 +247,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_a_change_of_structure_is_refused_where_it_is_made(change, tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     model(X)
     with pytest.raises(InputError, match=r"before sw\.parallelize"):
         change(model)
@@ -255,7 +255,7 @@ def test_a_change_of_structure_is_refused_where_it_is_made(change, tmp_path):
 
 @pytest.mark.parametrize("change", [hook, pre_hook, backward_hook], ids=lambda change: change.__name__)
 def test_a_hook_that_would_not_run_is_refused_at_the_next_call(change, tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     model(X)
     change(model)
     with pytest.raises(InputError, match=r"before sw\.parallelize"):
@@ -263,7 +263,7 @@ def test_a_hook_that_would_not_run_is_refused_at_the_next_call(change, tmp_path)
 
 
 def test_a_hook_of_all_modules_would_not_run_for_submodules_and_is_refused(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     handle = register_module_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match=r"forward hook of all modules.*handle\.remove\(\)"):
@@ -274,14 +274,14 @@ def test_a_hook_of_all_modules_would_not_run_for_submodules_and_is_refused(tmp_p
 
 def test_a_setting_of_the_class_is_followed(tmp_path):
     kind = type("Scaled", (Net,), {"scaling": 1.0, "forward": lambda self, x: Net.forward(self, x) * self.scaling})
-    model = parallelize(kind().double(), plan="single", directory=tmp_path)
+    model = parallelize(kind().double(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     kind.scaling = 3.0
     torch.testing.assert_close(model(X), 3 * before)
 
 
 def test_a_hook_that_is_removed_again_does_no_harm(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     model.inner.register_forward_hook(lambda *_: None).remove()
     assert torch.equal(model(X), before)
@@ -298,14 +298,14 @@ def test_before_the_first_call_structure_may_change(change, tmp_path):
 
 
 def test_a_parameter_added_before_the_first_call_is_in_the_full_state_dict(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     add_parameter(model)
     model(X)
     assert "inner.extra" in model.full_state_dict()
 
 
 def test_a_forward_that_is_replaced_later_is_refused(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     model(X)
     model.inner.forward = lambda x: x
     with pytest.raises(InputError, match="forward of inner was replaced"):
@@ -316,18 +316,18 @@ def test_a_backward_hook_that_was_there_before_is_refused(tmp_path):
     module = make()
     backward_hook(module)
     with pytest.raises(InputError, match="inner \\(Inner\\) has a backward hook"):
-        parallelize(module, plan="single", directory=tmp_path)
+        parallelize(module, plan="single", compile={"directory": tmp_path})
 
 
 def test_a_forward_hook_that_is_added_before_the_first_call_is_refused(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     hook(model)
     with pytest.raises(InputError, match="inner \\(Inner\\) has a forward hook"):
         model(X)
 
 
 def test_hooks_of_the_whole_model_run_around_its_call(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     model(X)
     model.register_forward_hook(lambda module, args, result: 2 * result)
     seen = []
@@ -340,14 +340,18 @@ def test_hooks_of_the_whole_model_run_around_its_call(tmp_path):
 
 def test_a_model_in_eval_with_an_optimizer_is_warned_about(tmp_path):
     module = make().eval()
-    model, _ = parallelize(module, torch.optim.SGD(module.parameters(), 0.1), plan="single", directory=tmp_path)
+    model, _ = parallelize(
+        module, torch.optim.SGD(module.parameters(), 0.1), plan="single", compile={"directory": tmp_path}
+    )
     with pytest.warns(UserWarning, match=r"call model\.train\(\)"):
         model(X)
 
 
 def test_a_model_that_is_evaluated_first_is_not(tmp_path):
     module = make().eval()
-    model, _ = parallelize(module, torch.optim.SGD(module.parameters(), 0.1), plan="single", directory=tmp_path)
+    model, _ = parallelize(
+        module, torch.optim.SGD(module.parameters(), 0.1), plan="single", compile={"directory": tmp_path}
+    )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         model(X)
@@ -356,7 +360,7 @@ def test_a_model_that_is_evaluated_first_is_not(tmp_path):
 def test_an_attribute_that_is_none_can_be_read(tmp_path):
     module = make()
     module.nothing = None
-    model = parallelize(module, plan="single", directory=tmp_path)
+    model = parallelize(module, plan="single", compile={"directory": tmp_path})
     model(X)
     assert model.nothing is None
 
@@ -370,7 +374,7 @@ def test_an_attribute_that_only_a_later_program_reads(tmp_path):
         def forward(self, x):
             return (self.layer(x) if self.training else self.layer(x) * self.sharpness).mean()
 
-    model = parallelize(Evaluated().double(), plan="single", directory=tmp_path)
+    model = parallelize(Evaluated().double(), plan="single", compile={"directory": tmp_path})
     before = model(X)
     model.sharpness = 2.0
     model.eval()
@@ -378,7 +382,7 @@ def test_an_attribute_that_only_a_later_program_reads(tmp_path):
 
 
 def test_many_programs_for_one_number_are_warned_about(tmp_path):
-    model = parallelize(make(), plan="single", directory=tmp_path)
+    model = parallelize(make(), plan="single", compile={"directory": tmp_path})
     for scale in range(8):
         model.scale = scale
         model(X)
@@ -398,7 +402,7 @@ def test_many_programs_for_one_argument_are_warned_about(tmp_path):
                 x = self.layer(x)
             return x.mean()
 
-    model = parallelize(Powers().double(), plan="single", directory=tmp_path)
+    model = parallelize(Powers().double(), plan="single", compile={"directory": tmp_path})
     for times in range(1, 9):
         model(X, times)
     with pytest.warns(UserWarning, match=r"argument 1.*torch\.tensor"):

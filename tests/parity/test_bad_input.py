@@ -13,6 +13,7 @@ from shardwright.parallelize import parallelize
 from shardwright.parallelize import plan as make_plan
 from shardwright.plan.builder import PlanBuilder
 from tests.models.zoo import ZOO
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 LIMIT = 120.0
@@ -27,7 +28,9 @@ def refused(error, size, plan, tmp_path, *words, name="mlp", batch=4, call=None,
     def run(rank):
         case = cases[rank]
         given = {"example": case.args} if example else {}
-        model, _ = parallelize(case.module, optimizers[rank], plan=plan, directory=folder, **given, **options)
+        model, _ = parallelize(
+            case.module, optimizers[rank], plan=plan, **grouped(directory=folder, **given, **options)
+        )
         if call is not None:
             call(rank, model, case.args)
 
@@ -177,7 +180,7 @@ def test_an_unknown_mode_and_a_senseless_accumulate(tmp_path):
 def uneven(rank, directory, inputs, warm):
     """A good call or none, then one in which rank 1 passes more rows."""
     module, args, _ = ZOO["mlp"]()
-    model = parallelize(module, plan="tp=2", directory=directory, inputs=inputs)
+    model = parallelize(module, plan="tp=2", compile={"directory": directory}, inputs=inputs)
     if warm:
         mine = tuple(held[2 * rank : 2 * rank + 2] for held in args) if inputs == "per_rank" else args
         model(*mine).backward()

@@ -34,7 +34,12 @@ def test_the_same_as_on_one_device(part, plan):
 
 def test_the_branches_are_methods_that_layers_share(tmp_path):
     sw.verify(
-        Net(Chooses(), layers=3), "zero3=2", example=torch.randn(6, 4), method="threads", directory=tmp_path, steps=1
+        Net(Chooses(), layers=3),
+        "zero3=2",
+        example=torch.randn(6, 4),
+        method="threads",
+        compile={"directory": tmp_path},
+        steps=1,
     )
     text = next(tmp_path.glob("*/train*.py")).read_text()
     assert text.count("def cond_else_1(self, ") == 1
@@ -67,7 +72,7 @@ def test_another_way_in_every_step():
     def rank(number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         mine = copy.deepcopy(net)
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
-        model, optimizer = sw.parallelize(mine, optimizer, plan="zero3=2", directory=folder)
+        model, optimizer = sw.parallelize(mine, optimizer, plan="zero3=2", compile={"directory": folder})
         return run(model, optimizer), model.full_state_dict()
 
     for losses, state in run_ranks(2, rank):
@@ -88,7 +93,7 @@ def test_dropout_in_a_branch_trains_and_is_not_verified():
     folder = tempfile.mkdtemp()
 
     def rank(number: int) -> list[float]:
-        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", directory=folder)
+        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", compile={"directory": folder})
         return [model(x).item() for _ in range(2)]
 
     one, other = run_ranks(2, rank)

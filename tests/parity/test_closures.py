@@ -29,7 +29,7 @@ def same_gradients(make, plan, folder):
     models = [model() for _ in range(world_of(plan))]
 
     def run(rank):
-        compiled = parallelize(models[rank], plan=plan, directory=folder)
+        compiled = parallelize(models[rank], plan=plan, compile={"directory": folder})
         compiled(X).backward()
         return gradients(compiled)
 
@@ -85,7 +85,7 @@ class HidesModules(nn.Module):
 @pytest.mark.parametrize("kind", [ReadsGlobal, HidesModules])
 def test_a_parameter_that_is_not_the_models_is_refused(kind, tmp_path):
     with pytest.raises(CaptureError, match=r"is not a parameter of the model(.|\n)*nn.ModuleList") as error:
-        parallelize(kind(), plan="single", directory=tmp_path)(torch.randn(2, 8))
+        parallelize(kind(), plan="single", compile={"directory": tmp_path})(torch.randn(2, 8))
     assert "test_closures.py" in str(error.value)
 
 
@@ -105,4 +105,4 @@ def test_a_plain_tensor_that_requires_a_gradient_is_refused(tmp_path):
             return self.head(x * self.scales[0]).mean()
 
     with pytest.raises(CaptureError, match="requires a gradient"):
-        parallelize(Net(), plan="single", directory=tmp_path)(torch.randn(2, 8))
+        parallelize(Net(), plan="single", compile={"directory": tmp_path})(torch.randn(2, 8))

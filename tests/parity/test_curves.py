@@ -14,6 +14,7 @@ from examples.text import Characters
 from torch import Tensor
 
 import shardwright as sw
+from tests.options import grouped
 
 BATCH, SEQ, LIMIT = 8, 32, 240.0
 DATA = Path(__file__).parents[2] / "examples" / "data" / "paradise_lost.txt"
@@ -55,7 +56,9 @@ def alone(dtype: torch.dtype) -> Tensor:
 def curve(rank: int, plan: str, dtype: torch.dtype, folder: str) -> Tensor:
     model, optimizer, batches = build(dtype)
     given = {"microbatches": dist.get_world_size()} if "pp" in plan else {}
-    model, optimizer = sw.parallelize(model, optimizer, plan=plan, example=batches[0], directory=folder, **given)
+    model, optimizer = sw.parallelize(
+        model, optimizer, plan=plan, example=batches[0], **grouped(directory=folder, **given)
+    )
     return train(model, optimizer, batches)
 
 

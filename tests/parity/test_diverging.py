@@ -13,8 +13,10 @@ from torch import nn
 
 from shardwright.compile import agreement
 from shardwright.errors import DriftError, InputError
+from shardwright.options import MOVED
 from shardwright.parallelize import parallelize
 from tests.models.zoo import ZOO
+from tests.options import grouped
 from tests.runtime.ranks import run_processes, run_ranks
 
 LIMIT = 120.0
@@ -38,7 +40,7 @@ def train(rank, name, plan, directory, wrong=7, **options):
     """Train until a call is refused: the error, the number of steps that were made, and whether it changed anything."""
     case = ZOO[name]()
     optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
-    model, optimizer = parallelize(case.module, optimizer, plan=plan, directory=directory, **options)
+    model, optimizer = parallelize(case.module, optimizer, plan=plan, **grouped(directory=directory, **options))
     steps, before = 0, None
     for call, batch in enumerate(batches_of(name, rank, wrong), start=1):
         try:
@@ -87,7 +89,7 @@ def test_a_wrong_batch_of_an_evaluation_is_named_at_the_next_call(tmp_path):
     cases = [ZOO["mlp"]() for _ in range(2)]
 
     def run(rank):
-        model = parallelize(cases[rank].module, plan="dp=2", directory=tmp_path).eval()
+        model = parallelize(cases[rank].module, plan="dp=2", compile={"directory": tmp_path}).eval()
         with torch.no_grad():
             for call, batch in enumerate(batches_of("mlp", rank, 3), 1):
                 try:
@@ -104,7 +106,7 @@ def test_the_last_wrong_batch_is_named_when_the_model_is_saved(tmp_path):
     cases = [ZOO["mlp"]() for _ in range(2)]
 
     def run(rank):
-        model = parallelize(cases[rank].module, plan="dp=2", directory=tmp_path).eval()
+        model = parallelize(cases[rank].module, plan="dp=2", compile={"directory": tmp_path}).eval()
         with torch.no_grad():
             for batch in batches_of("mlp", rank, 8):
                 model(*batch)
@@ -119,7 +121,7 @@ def test_a_parameter_that_is_frozen_on_one_rank_is_named(tmp_path, plan):
     cases = [ZOO["mlp"]() for _ in range(2)]
 
     def run(rank):
-        model = parallelize(cases[rank].module, plan=plan, directory=tmp_path)
+        model = parallelize(cases[rank].module, plan=plan, compile={"directory": tmp_path})
         for call, batch in enumerate(batches_of("mlp", rank, 0), 1):
             if (call, rank) == (3, 1):
                 next(iter(model.parameters())).requires_grad_(False)
@@ -137,7 +139,7 @@ def test_parameters_that_are_frozen_on_all_ranks_are_fine(tmp_path):
     cases = [ZOO["mlp"]() for _ in range(2)]
 
     def run(rank):
-        model = parallelize(cases[rank].module, plan="dp=2", directory=tmp_path)
+        model = parallelize(cases[rank].module, plan="dp=2", compile={"directory": tmp_path})
         for call, batch in enumerate(batches_of("mlp", rank, 0), 1):
             next(iter(model.parameters())).requires_grad_(call % 2 == 0)
             model(*batch).backward()
@@ -150,7 +152,7 @@ def test_ranks_of_one_replica_must_pass_the_same_samples_in_every_call(tmp_path)
     cases = [ZOO["mlp"]() for _ in range(4)]
 
     def run(rank):
-        model = parallelize(cases[rank].module, plan="dp=2,tp=2", inputs="per_replica", directory=tmp_path)
+        model = parallelize(cases[rank].module, plan="dp=2,tp=2", inputs="per_replica", compile={"directory": tmp_path})
         for call in range(1, 5):
             x, y = (tensor.chunk(2)[rank // 2] + call for tensor in cases[rank].args)
             try:
@@ -176,7 +178,9 @@ def evaluate_and_train(rank, directory, wrong):
     """Evaluations in inference mode between steps; the error, if there is one."""
     case = ZOO["mlp"]()
     optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
-    model, optimizer = parallelize(case.module, optimizer, plan="dp=2", directory=directory, example=case.args)
+    model, optimizer = parallelize(
+        case.module, optimizer, plan="dp=2", compile={"directory": directory}, example=case.args
+    )
     try:
         for batch in batches_of("mlp", rank, wrong):
             model.eval()
@@ -225,7 +229,7 @@ def test_other_values_of_a_new_call_are_refused(tmp_path, plan, mine, words):
     net, usual = Scaled(), {"scale": 2.0, "flip": False, "name": None}
 
     def run(rank):
-        model = parallelize(copy.deepcopy(net), plan=plan, directory=tmp_path)
+        model = parallelize(copy.deepcopy(net), plan=plan, compile={"directory": tmp_path})
         try:
             model(torch.ones(4, 4), **usual | (mine if rank else {}))
         except InputError as error:
@@ -240,7 +244,7 @@ def test_other_values_of_calls_that_are_known_are_refused(tmp_path):
     net = Scaled()
 
     def run(rank):
-        model = parallelize(copy.deepcopy(net), plan="dp=2", directory=tmp_path)
+        model = parallelize(copy.deepcopy(net), plan="dp=2", compile={"directory": tmp_path})
         for flip in (True, False):
             model(torch.ones(4, 4), flip=flip).backward()
         try:
@@ -265,7 +269,7 @@ def diverge(directory, size=2, module=None, rates=(0.1,) * 4, **by_rank):
         optimizer = torch.optim.SGD(nets[rank].parameters(), lr=rates[rank])
         options = {"plan": "dp=2", **{name: values[rank] for name, values in by_rank.items()}}
         try:
-            parallelize(nets[rank], optimizer, example=case.args, directory=directory / str(rank), **options)
+            parallelize(nets[rank], optimizer, example=case.args, **grouped(directory=directory / str(rank), **options))
         except DriftError as error:
             return str(error)
 
@@ -286,7 +290,7 @@ def test_options_that_differ_are_named_on_all_ranks(tmp_path, name, values):
         assert len(text.splitlines()) == 2
         if name != "precision":
             kept = ["()" if value == [] else str(value) for value in values]
-            assert f"  - {name}: {kept[0]} on rank 0, {kept[1]} on rank 1" in text
+            assert f"  - {MOVED.get(name, name)}: {kept[0]} on rank 0, {kept[1]} on rank 1" in text
 
 
 def test_optimizers_that_differ_are_named_on_all_ranks(tmp_path):

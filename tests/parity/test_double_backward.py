@@ -143,7 +143,9 @@ def seeded():
 
 def critic_of(rank, plan, folder):
     model = seeded()
-    return train_critic(*parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, directory=folder))
+    return train_critic(
+        *parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, compile={"directory": folder})
+    )
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero3=2"])

@@ -14,6 +14,7 @@ import shardwright as sw
 from shardwright.capture import capture
 from shardwright.capture.user_calls.opaque_call import OpaqueBody, OpaqueModule
 from shardwright.errors import CaptureError
+from shardwright.plan.request import PlanRequest
 from shardwright.verify.program import compile_program
 from tests.verified import referred, verified
 
@@ -91,7 +92,7 @@ def test_experts_that_get_no_token():
 
 
 def on_this_rank(rank: int) -> tuple[bool, str]:
-    report = sw.verify(mixtral(), "ep=2", example=example(), method="world", steps=1, timeout=120)
+    report = sw.verify(mixtral(), "ep=2", example=example(), method="world", steps=1, compile={"timeout": 120})
     return report.passed, str(report)
 
 
@@ -101,7 +102,7 @@ def test_on_real_processes(pools):
 
 
 def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
-    program = compile_program(mixtral().train(), *example(), "ep=2", 2).program
+    program = compile_program(mixtral().train(), *example(), PlanRequest.read("ep=2"), 2).program
     kinds = [op.target for op in program.body]
     assert kinds.count("runtime.experts") == 2
     held = {one.name: one.layout for one in program.parameters if ".experts." in one.name}

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.parallelize import parallelize
 from shardwright.runtime.collectives import comm
+from shardwright.runtime.model.access import state_of
 from tests.models.transformer import Transformer, TransformerConfig
 
 TP, DP = 8, 128
@@ -46,13 +47,15 @@ def run_rank(rank: int, directory: str) -> dict[str, Any]:
     try:
         torch.manual_seed(0)
         idx = torch.randint(64, (2 * DP, 4))
-        model = parallelize(Transformer(CONFIG), plan=f"dp={DP},tp={TP}", example=(idx, idx), directory=directory)
-        program = model._around["compile"].programs[0]
+        model = parallelize(
+            Transformer(CONFIG), plan=f"dp={DP},tp={TP}", example=(idx, idx), compile={"directory": directory}
+        )
+        program = model._around["compiler"].programs[0]
         with comm.recording() as forward, Shapes() as shapes:
             loss = model(idx, idx)
         with comm.recording() as backward:
             loss.backward()
-        holding = model._ready()
+        holding = state_of(model)
         return {
             "forward": list(forward), "backward": list(backward), "shapes": shapes.seen, "program": program,
             "text": model.generated.read_text(), "loss": tuple(loss.shape), "world": dist.get_world_size(),

@@ -110,7 +110,7 @@ class Looks(nn.Linear):
 def looked_at(rank: int, folder: str) -> dict[bool, bool]:
     model = Looks(2, 2)
     model(torch.ones(2, 2))
-    sw.parallelize(model, example=(torch.ones(2, 2),), plan="dp=2", directory=folder)
+    sw.parallelize(model, example=(torch.ones(2, 2),), plan="dp=2", compile={"directory": folder})
     return SEEN
 
 

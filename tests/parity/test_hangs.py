@@ -51,22 +51,18 @@ def said(tmp_path_factory):
 def test_a_rank_that_sleeps_in_an_op(said, case):
     first, waits, sleeps = said[case].splitlines()
     assert re.search(
-        r"waited for each other for \d+ s: all_gather of a tensor \[4, 2\] \(no\. \d+ of its group\)", first
+        r"waited for each other for \d+ s: all_reduce of a tensor \[4, 8\] \(no\. \d+ of its group\)", first
     )
-    assert re.search(
-        r"at \S+/train_\w+\.py:\d+ \(x = runtime\.all_gather_linear\(.*\)\), from failing\.py:", first
-    )
+    assert re.search(r"at \S+/train_\w+\.py:\d+ \(\w+ = comm\.all_reduce_\(.*\)\), from failing\.py:", first)
     assert first.endswith("over ranks 0, 1: entered by rank 0, not by rank 1")
-    assert waits.startswith("  rank 0 waits at ") and "all_gather_linear" in waits
+    assert waits.startswith("  rank 0 waits at ") and "all_reduce_" in waits
     assert re.match(r"  rank 1 is busy at \S+failing\.py:\d+ \(time\.sleep\(NAP\)\)", sleeps)
 
 
 def test_a_rank_that_sleeps_in_backward(said):
     first, _, sleeps = said["backward"].splitlines()
-    assert "reduce_scatter of a tensor [4, 4]" in first
-    assert re.search(
-        r"in backward of \S+\.py:\d+ \(x = runtime\.all_gather_linear\(.*from failing\.py:", first
-    )
+    assert "all_reduce of a tensor [4, 8]" in first
+    assert re.search(r"in backward of \S+\.py:\d+ \(\w+ = runtime\.replicate_linear\(.*from failing\.py:", first)
     assert "rank 1 is busy" in sleeps
 
 

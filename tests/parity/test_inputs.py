@@ -53,7 +53,7 @@ def test_rows_of_every_group_give_the_exact_global_mean(tmp_path, plan, name):
         case = cases[rank]
         group = rank // (world_of(plan) // 2)
         mine = rows_of(case.args, group, 2)
-        model = parallelize(case.module, plan=plan, example=mine, inputs="per_replica", directory=tmp_path)
+        model = parallelize(case.module, plan=plan, example=mine, inputs="per_replica", compile={"directory": tmp_path})
         assert (model.data_rank, model.data_size) == (group, 2)
         loss = model(*rows_of(case.args, model.data_rank, model.data_size))
         loss.backward()
@@ -74,7 +74,9 @@ def test_a_loss_outside_of_the_model_has_the_gradient_of_the_mean_over_groups(tm
         case = cases[rank]
         group = rank // (world_of(plan) // 2)
         mine = rows_of(case.args, group, 2)
-        model = parallelize(case.module, plan=plan, example=mine[:1], inputs="per_replica", directory=tmp_path)
+        model = parallelize(
+            case.module, plan=plan, example=mine[:1], inputs="per_replica", compile={"directory": tmp_path}
+        )
         loss = outside(model, mine)
         loss.backward()
         return group, loss.detach(), gradients(model)
@@ -94,7 +96,7 @@ def test_gathered_rows_are_one_global_batch(tmp_path, plan):
 
     def run(rank):
         case = cases[rank]
-        model = parallelize(case.module, plan=plan, inputs="per_rank", directory=tmp_path)
+        model = parallelize(case.module, plan=plan, inputs="per_rank", compile={"directory": tmp_path})
         loss = model(*rows_of(case.args, rank, 2))
         loss.backward()
         return [loss.detach(), *gradients(model)]
@@ -129,7 +131,7 @@ def test_a_parameter_that_is_never_used_has_no_gradient_and_stays(tmp_path, plan
     def run(rank):
         module = copy.deepcopy(net)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
-        model, optimizer = parallelize(module, optimizer, plan=plan, directory=tmp_path)
+        model, optimizer = parallelize(module, optimizer, plan=plan, compile={"directory": tmp_path})
         for _ in range(2):
             model(x).backward()
             held = {key: p.grad is None for key, p in model.named_parameters()}
@@ -150,7 +152,7 @@ def test_names_and_keys_are_the_original_ones(tmp_path, name):
 
     def run(rank):
         module, args, kwargs = cases[rank]
-        model = parallelize(module, plan="tp=2", example=(args, kwargs), directory=tmp_path)
+        model = parallelize(module, plan="tp=2", example=(args, kwargs), compile={"directory": tmp_path})
         names = [[key for key, _ in held()] for held in (model.named_parameters, model.named_buffers)]
         return names, list(model.state_dict()), model.full_state_dict()
 
@@ -176,7 +178,7 @@ def test_a_checkpoint_goes_from_one_plan_to_another(pools, tmp_path, before, aft
 def save(rank, plan, directory):
     case = ZOO["gpt"]()
     optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
-    model, optimizer = parallelize(case.module, optimizer, plan=plan, directory=f"{directory}/generated")
+    model, optimizer = parallelize(case.module, optimizer, plan=plan, compile={"directory": f"{directory}/generated"})
     model(*case.args).backward()
     optimizer.step()
     values = model.state_dict()
@@ -187,7 +189,7 @@ def save(rank, plan, directory):
 
 def load(rank, plan, directory):
     case = ZOO["gpt"](seed=7)
-    model = parallelize(case.module, plan=plan, example=case.args, directory=f"{directory}/generated")
+    model = parallelize(case.module, plan=plan, example=case.args, compile={"directory": f"{directory}/generated"})
     values = model.state_dict()
     dcp.load(values, checkpoint_id=f"{directory}/saved")
     model.load_state_dict(values)

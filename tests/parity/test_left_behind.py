@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
+from tests.options import grouped
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 
@@ -45,7 +46,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_one(model, optimizers=None, folder=None, **options):
-    return parallelize(model, optimizers, plan="single", directory=folder, **{"example": (X,), **options})
+    return parallelize(model, optimizers, plan="single", **grouped(directory=folder, **{"example": (X,), **options}))
 
 
 # -- an optimizer that is passed ------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_two_optimizers_each_train_their_half(tmp_path, plan):
     def run(rank):
         model = two()
         made, optimizers = parallelize(
-            model, [sgd(model.first), sgd(model.second)], plan=plan, example=(X,), directory=tmp_path
+            model, [sgd(model.first), sgd(model.second)], plan=plan, example=(X,), compile={"directory": tmp_path}
         )
         train(made, *optimizers)
         return made.full_state_dict()
@@ -146,7 +147,7 @@ def test_parameters_outside_of_the_model_are_refused_where_rows_differ(tmp_path)
     def run(rank):
         model, beside = two(), nn.Linear(2, 2)
         optimizer = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
-        parallelize(model, optimizer, plan="dp=2", inputs="per_replica", directory=tmp_path)
+        parallelize(model, optimizer, plan="dp=2", inputs="per_replica", compile={"directory": tmp_path})
 
     with pytest.raises(InputError, match=r"2 parameters that are not the model's \(shapes \[\(2, 2\), \(2,\)\]\)"):
         run_ranks(2, run)
@@ -191,7 +192,7 @@ def test_an_optimizer_made_of_the_compiled_parameters_trains_them(tmp_path, plan
     sgd(wanted).step()
 
     def run(rank):
-        made = parallelize(two(), plan=plan, example=(X,), directory=tmp_path)
+        made = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
         optimizer = sgd(made)
         made(X).backward()
         optimizer.step()
@@ -213,7 +214,7 @@ def test_an_optimizer_made_of_the_compiled_parameters_trains_them(tmp_path, plan
 )
 def test_where_it_would_be_wrong_it_has_to_be_passed(tmp_path, plan, kind, said):
     def run(rank):
-        made = parallelize(two(), plan=plan, example=(X,), directory=tmp_path)
+        made = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
         optimizer = kind(made.parameters(), lr=0.1)
         made(X).backward()
         optimizer.step(lambda: made(X))
@@ -226,7 +227,9 @@ def test_a_group_that_is_added_later_has_to_be_there_before_where_it_would_be_wr
     def run(rank):
         model = two()
         model.second.requires_grad_(False)
-        made, optimizer = parallelize(model, sgd(model.first), plan="zero1=2", example=(X,), directory=tmp_path)
+        made, optimizer = parallelize(
+            model, sgd(model.first), plan="zero1=2", example=(X,), compile={"directory": tmp_path}
+        )
         made(X).backward()
         optimizer.step()
         optimizer.add_param_group({"params": [made.first.weight]})
@@ -313,7 +316,9 @@ def test_in_a_pipeline_the_original_is_right_until_something_is_trained(tmp_path
 
     def run(rank):
         model = two()
-        made = parallelize(model, plan="pp=2", example=(X,), microbatches=1, directory=tmp_path)
+        made = parallelize(
+            model, plan="pp=2", example=(X,), pipeline={"microbatches": 1}, compile={"directory": tmp_path}
+        )
         torch.testing.assert_close(model(X), two()(X))
         with torch.no_grad():
             next(made.parameters()).zero_()

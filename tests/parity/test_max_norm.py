@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import CaptureError, LoweringError
 from shardwright.parallelize import parallelize
+from tests.options import grouped
 from tests.parity.threaded import apart, assert_close, world_of
 from tests.runtime.ranks import run_ranks
 
@@ -93,7 +94,7 @@ def check(module: nn.Module, plan: str, **options) -> None:
 
     def rank(_: int):
         mine = copy.deepcopy(module)
-        model, optimizer = parallelize(mine, sgd(mine), plan=plan, example=(batches[0],), **options)
+        model, optimizer = parallelize(mine, sgd(mine), plan=plan, example=(batches[0],), **grouped(**options))
         losses = train(model, optimizer, batches)
         full = {key: p.full_grad() for key, p in model.named_parameters()}
         return losses, model.full_state_dict(), full

@@ -9,6 +9,7 @@ from torch import nn
 from shardwright.errors import CaptureError, InputError
 from shardwright.parallelize import parallelize
 from tests.models.methods import Coder, Talker
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .looped import gradients, parameters
@@ -29,7 +30,7 @@ def both(make, plan, folder, loop, **options):
     models = [seeded(make) for _ in range(world_of(plan))]
 
     def run(rank):
-        return loop(parallelize(models[rank], plan=plan, directory=folder, **options))
+        return loop(parallelize(models[rank], plan=plan, **grouped(directory=folder, **options)))
 
     for seen in run_ranks(world_of(plan), run):
         assert len(seen) == len(wanted)
@@ -77,7 +78,7 @@ def test_a_method_that_calls_the_model_is_python_around_it(plan, tmp_path):
 
 
 def test_every_method_is_a_program_of_its_own(tmp_path):
-    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Coder), plan="single", compile={"directory": tmp_path})
     for _ in range(2):
         model(X), model.encode(X), model.loss(X)
     assert len(set(map(id, model._entries.values()))) == 3
@@ -103,7 +104,7 @@ def test_sizes_of_parameters_are_those_of_the_whole(plan, tmp_path):
 
 
 def test_a_hidden_state_made_before_the_first_call_does_not_decide_the_plan(tmp_path):
-    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Coder), plan="single", compile={"directory": tmp_path})
     assert model.init_hidden(2).shape == (2, 8)
     assert model.plan is None
 
@@ -133,7 +134,7 @@ def test_a_loop_that_generates(plan, tmp_path):
 
 @pytest.mark.parametrize("name", ["crop", "reset", "remember"])
 def test_what_a_program_can_not_do_is_refused_by_name(name, tmp_path):
-    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Coder), plan="single", compile={"directory": tmp_path})
     model(X)
     args = {"crop": (4,), "reset": ()}.get(name, (X,))
     with pytest.raises(CaptureError, match=rf"Coder\.{name} can't be called on a parallelized model"):
@@ -141,19 +142,19 @@ def test_what_a_program_can_not_do_is_refused_by_name(name, tmp_path):
 
 
 def test_a_method_may_return_a_number(tmp_path):
-    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Coder), plan="single", compile={"directory": tmp_path})
     assert model.biggest(X) == pytest.approx(seeded(Coder).biggest(X))
 
 
 def test_submodules_after_a_call_of_the_model_are_refused(tmp_path):
-    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Coder), plan="single", compile={"directory": tmp_path})
     model(X)
     with pytest.raises(InputError, match=r"Coder\.mixed calls encoder after it has called the model"):
         model.mixed(X)
 
 
 def test_a_submodule_on_its_own_is_refused_still(tmp_path):
-    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Coder), plan="single", compile={"directory": tmp_path})
     model(X)
     with pytest.raises(InputError, match="can't be called on its own"):
         model.encoder(X)
@@ -177,7 +178,7 @@ def test_generate_of_transformers(cache, tmp_path):
 
 
 def test_save_pretrained_is_refused_with_what_to_do_instead(tmp_path):
-    model = parallelize(seeded(llama), plan="single", directory=tmp_path)
+    model = parallelize(seeded(llama), plan="single", compile={"directory": tmp_path})
     with pytest.raises(InputError, match=r"save_pretrained can't be called.*checkpoint\.save_weights\(path, model\)"):
         model.save_pretrained(tmp_path)
 
@@ -202,7 +203,7 @@ class Measured(nn.Module):
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
 def test_properties_are_about_whole_parameters(plan, tmp_path):
     def run(rank):
-        model = parallelize(Measured(), plan=plan, directory=tmp_path)
+        model = parallelize(Measured(), plan=plan, compile={"directory": tmp_path})
         model(torch.ones(4, 8))
         with pytest.raises(InputError, match=r"property strength of Measured computes with.*make it a method"):
             _ = model.strength
@@ -213,7 +214,7 @@ def test_properties_are_about_whole_parameters(plan, tmp_path):
 
 def test_a_property_that_reads_what_another_stage_holds_is_refused(tmp_path):
     def run(rank):
-        model = parallelize(Measured(), plan="pp=2", directory=tmp_path)
+        model = parallelize(Measured(), plan="pp=2", compile={"directory": tmp_path})
         model(torch.ones(4, 8))
         with pytest.raises(InputError, match="weight is a part of another stage of the pipeline"):
             _ = model.width
@@ -238,7 +239,7 @@ def test_a_list_among_the_attributes_does_no_harm(tmp_path):
 
 
 def test_a_method_that_counts_its_calls_is_refused(tmp_path):
-    model = parallelize(seeded(Counting), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Counting), plan="single", compile={"directory": tmp_path})
     model(X)
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"encode_and_count sets self\.calls, which a program can't"):
@@ -259,7 +260,7 @@ class Keeping(nn.Module):
 
 @pytest.mark.parametrize("name", ["last", "calls"])
 def test_what_forward_leaves_behind_is_not_read_stale(tmp_path, name):
-    model = parallelize(seeded(Keeping), plan="single", directory=tmp_path)
+    model = parallelize(seeded(Keeping), plan="single", compile={"directory": tmp_path})
     assert getattr(model, name) in (None, 0)
     model(X)
     with pytest.raises(InputError, match=f"the forward of Keeping sets self.{name}, .*return it from forward"):
@@ -282,7 +283,7 @@ class KeepingInside(nn.Module):
 
 @pytest.mark.parametrize("read", [lambda model: model.inner.calls, lambda model: model.read()])
 def test_nor_what_a_submodule_leaves_behind(tmp_path, read):
-    model = parallelize(seeded(KeepingInside), plan="single", directory=tmp_path)
+    model = parallelize(seeded(KeepingInside), plan="single", compile={"directory": tmp_path})
     model(X)
     with pytest.raises(InputError, match=r"the forward of Keeping sets self.calls, .* model\.inner\.calls .*return it"):
         read(model)

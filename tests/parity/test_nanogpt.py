@@ -33,7 +33,7 @@ def train(rank: int, plan: str, folder: str, resume: bool) -> list[torch.Tensor]
         optimizer.load_state_dict(checkpoint["optimizer"])
     x, y = get_batch(data)
     model, optimizer = sw.parallelize(
-        model, optimizer, plan=plan, inputs="per_rank", example=(x, y), directory=out / "generated"
+        model, optimizer, plan=plan, inputs="per_rank", example=(x, y), compile={"directory": out / "generated"}
     )
     if resume and not plain.exists():
         assert sw.load(out / "ckpt", model, optimizer).step == HALF
@@ -111,7 +111,9 @@ def evaluate_on_rank_0(rank: int, folder: str) -> str:
     """What nanoGPT does with DDP, whose forward waits for nobody."""
     torch.manual_seed(0)
     x, y = get_batch(torch.Generator().manual_seed(rank))
-    model = sw.parallelize(GPT(GPTConfig()).double(), plan="dp=2", inputs="per_rank", directory=Path(folder))
+    model = sw.parallelize(
+        GPT(GPTConfig()).double(), plan="dp=2", inputs="per_rank", compile={"directory": Path(folder)}
+    )
     try:
         if rank == 0:
             with torch.no_grad():

@@ -52,7 +52,7 @@ def test_every_rank_gets_the_number_of_the_whole_batch(plan, tmp_path):
     def run(rank: int) -> Any:
         net = Logged()
         net.load_state_dict(states)
-        return parallelize(net, plan=plan, example=(x,), directory=tmp_path)(x)[1]
+        return parallelize(net, plan=plan, example=(x,), compile={"directory": tmp_path})(x)[1]
 
     net = Logged()
     net.load_state_dict(states)

@@ -139,7 +139,7 @@ def test_values_that_are_no_numbers_are_fixed_until_they_change(tmp_path):
     calls = [(torch.float64, slice(0, 4), range(2)), (torch.float64, slice(2, 8), range(0, 3, 2))]
 
     def run(rank: int) -> list[Tensor]:
-        model = parallelize(copy.deepcopy(original), plan="dp=2", directory=tmp_path)
+        model = parallelize(copy.deepcopy(original), plan="dp=2", compile={"directory": tmp_path})
         return [model(x, *given).detach() for given in calls]
 
     for found in run_ranks(2, run):

@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from tests.options import grouped
 
 from ..models.odd import Branching, Memory, Net, Rows, data
 from ..runtime.ranks import run_ranks
 
 
 def verified(model: nn.Module, plan: str, example: tuple[object, ...], **options: object) -> None:
-    report = sw.verify(model, plan, example=example, method="threads", entries=("train", "eval"), **options)
+    report = sw.verify(model, plan, example=example, method="threads", entries=("train", "eval"), **grouped(**options))
     assert report, str(report)
 
 
@@ -56,7 +57,9 @@ def test_rows_that_decide_differently_on_every_rank():
 
 
 def test_split_on_its_batch_in_the_text(tmp_path):
-    sw.verify(Net(Branching(), Rows(), batch=True), "dp=2", example=data(), method="threads", directory=tmp_path)
+    sw.verify(
+        Net(Branching(), Rows(), batch=True), "dp=2", example=data(), method="threads", compile={"directory": tmp_path}
+    )
     [file] = tmp_path.glob("*/train*.py")
     [line] = [line for line in file.read_text().splitlines() if '"block"' in line]
     assert line.split("#")[0].strip() == 'x_1 = self.opaque("block", x, over=self.dp)'
@@ -173,7 +176,7 @@ def test_the_ordinary_loop_another_batch_size_and_eval():
     def rank(number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         mine = copy.deepcopy(net)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-        model, optimizer = sw.parallelize(mine, optimizer, plan="zero3=2", directory=folder)
+        model, optimizer = sw.parallelize(mine, optimizer, plan="zero3=2", compile={"directory": folder})
         return run(model, optimizer), model.full_state_dict()
 
     for losses, state in run_ranks(2, rank):
@@ -188,7 +191,7 @@ def test_a_part_that_is_put_to_eval_on_its_own():
     folder = tempfile.mkdtemp()
 
     def rank(number: int) -> tuple[float, float, torch.Tensor]:
-        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", directory=folder)
+        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", compile={"directory": folder})
         one = model(x, y).item()
         model.odd.eval()
         return one, model(x, y).item(), model.odd.norm.running_mean.clone()
@@ -210,7 +213,7 @@ def test_rows_mode():
     folder = tempfile.mkdtemp()
 
     def rank(number: int) -> float:
-        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", inputs="per_replica", directory=folder)
+        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", inputs="per_replica", compile={"directory": folder})
         mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
         return model(x[mine], y[mine]).item()
 
@@ -221,7 +224,7 @@ def job(rank: int, state: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Ten
     net = Net(Branching(), Rows(), drop=0.0).double()
     net.load_state_dict(state)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer = sw.parallelize(net, optimizer, plan="zero3=2", directory=folder)
+    model, optimizer = sw.parallelize(net, optimizer, plan="zero3=2", compile={"directory": folder})
     found = [train(model, optimizer, x, y), train(model, optimizer, x[:4], y[:4])]
     return [*found, model.eval()(x, y).item()]
 

@@ -77,7 +77,7 @@ def test_classes(plan):
         for kind, make in KINDS.items():
             case = cases[kind][number + 1]
             made = make(groups_of(case.module, kind))
-            found[kind] = train(*parallelize(case.module, made, plan=plan, directory=folder), case)
+            found[kind] = train(*parallelize(case.module, made, plan=plan, compile={"directory": folder}), case)
         return found
 
     for found in run_ranks(size, rank, timeout=200):
@@ -100,7 +100,9 @@ def test_what_can_not_be_right_is_refused(make, plan, words):
     def rank(number):
         case = cases[number]
         with pytest.raises(InputError, match=words):
-            parallelize(case.module, make(case.module.parameters()), plan=plan, example=case.args, directory=folder)
+            parallelize(
+                case.module, make(case.module.parameters()), plan=plan, example=case.args, compile={"directory": folder}
+            )
 
     run_ranks(world_of(plan), rank)
 

@@ -73,7 +73,7 @@ def test_an_output_without_names_for_its_children(tmp_path, kind, plan):
     wanted = nets[2](X)
 
     def run(rank):
-        return parallelize(nets[rank], plan=plan, example=(X,), directory=tmp_path)(X)
+        return parallelize(nets[rank], plan=plan, example=(X,), compile={"directory": tmp_path})(X)
 
     for found in run_ranks(2, run):
         assert type(found) is type(wanted)

@@ -11,6 +11,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
+from tests.options import grouped
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 
@@ -33,7 +34,7 @@ def made(kind):
 
 
 def compile_single(model, folder, **options):
-    return parallelize(model, plan="single", directory=folder, **options)
+    return parallelize(model, plan="single", **grouped(directory=folder, **options))
 
 
 def check_alike(kind, plan, folder, loop, **options):
@@ -42,7 +43,7 @@ def check_alike(kind, plan, folder, loop, **options):
     models = [made(kind) for _ in range(world_of(plan))]
 
     def run(rank):
-        return loop(parallelize(models[rank], plan=plan, directory=folder, **options))
+        return loop(parallelize(models[rank], plan=plan, **grouped(directory=folder, **options)))
 
     for seen in run_ranks(world_of(plan), run):
         torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-10)

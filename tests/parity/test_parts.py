@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.errors import InputError
+from tests.options import grouped
 
 from ..runtime.ranks import run_ranks
 from .threaded import world_of
@@ -94,7 +95,7 @@ def test_every_rank_passes_the_global_batch(case, plan, parts):
     def rank(number: int) -> tuple[Steps, dict[str, Tensor]]:
         mine = nets[number]
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
-        model, same = sw.parallelize(mine, optimizer, parts=parts, plan=plan, directory=folder)
+        model, same = sw.parallelize(mine, optimizer, compile={"parts": parts, "directory": folder}, plan=plan)
         assert model is mine
         assert same is optimizer
         return [step(model, optimizer, *case[1:]) for _ in range(3)], whole(model.state_dict())
@@ -113,7 +114,7 @@ def test_every_group_passes_its_rows(case, plan):
     def rank(number: int) -> tuple[Steps, dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(nets[number].parameters(), lr=1e-2)
         options = {"plan": plan, "inputs": "per_replica", "directory": folder}
-        model, optimizer = sw.parallelize(nets[number], optimizer, parts=["backbone"], **options)
+        model, optimizer = sw.parallelize(nets[number], optimizer, **grouped(parts=["backbone"], **options))
         assert model.backbone.data_size == 2
         mine = slice(4 * model.backbone.data_rank, 4 * model.backbone.data_rank + 4)
         found = [step(model, optimizer, case[1][mine], case[2][mine]) for _ in range(3)]
@@ -138,7 +139,7 @@ def test_gradients_of_two_passes_are_synced_at_the_second(case):
 
     def rank(number: int) -> list[Tensor]:
         options = {"plan": "dp=2", "inputs": "per_replica", "accumulate": 2, "directory": folder}
-        model = sw.parallelize(nets[number], parts=["backbone"], **options)
+        model = sw.parallelize(nets[number], **grouped(parts=["backbone"], **options))
         for start in (0, 4):
             mine = slice(start + 2 * dist.get_rank(), start + 2 * dist.get_rank() + 2)
             (F.cross_entropy(model(x[mine]), y[mine]) / 2).backward()
@@ -158,11 +159,13 @@ def test_a_part_that_is_put_in_its_place_by_hand(case, early):
     def rank(number: int) -> tuple[Steps, dict[str, Tensor]]:
         model, example = nets[number], torch.zeros(8, 8).double().requires_grad_()
         if early:
-            model.backbone = sw.parallelize(model.backbone, plan="tp=2", example=example, directory=folder)
+            model.backbone = sw.parallelize(model.backbone, plan="tp=2", example=example, compile={"directory": folder})
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            model.backbone, optimizer = sw.parallelize(model.backbone, optimizer, plan="tp=2", directory=folder)
+            model.backbone, optimizer = sw.parallelize(
+                model.backbone, optimizer, plan="tp=2", compile={"directory": folder}
+            )
         return [step(model, optimizer, *case[1:]) for _ in range(3)], whole(model.state_dict())
 
     for found, mine in run_ranks(2, rank):
@@ -177,7 +180,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(case, tmp_path):
         net = copy.deepcopy(case[0])
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         parts = {"backbone": plan, "other": plan}
-        return sw.parallelize(net, optimizer, parts=parts, directory=tmp_path / plan)
+        return sw.parallelize(net, optimizer, compile={"parts": parts, "directory": tmp_path / plan})
 
     def first(number: int) -> None:
         model, optimizer = start(number, "tp=2")
@@ -203,9 +206,11 @@ def test_an_ordinary_state_dict_is_loaded_before_and_after_the_first_call(case):
     folder = tempfile.mkdtemp()
 
     def rank(number: int) -> tuple[Tensor, Tensor]:
-        early = sw.parallelize(copy.deepcopy(case[0]), parts=["backbone"], plan="tp=2", directory=folder)
+        early = sw.parallelize(
+            copy.deepcopy(case[0]), compile={"parts": ["backbone"], "directory": folder}, plan="tp=2"
+        )
         early.load_state_dict(other.state_dict())
-        late = sw.parallelize(copy.deepcopy(case[0]), parts=["backbone"], plan="tp=2", directory=folder)
+        late = sw.parallelize(copy.deepcopy(case[0]), compile={"parts": ["backbone"], "directory": folder}, plan="tp=2")
         late(case[1])
         late.load_state_dict(other.state_dict())
         return early(case[1]).detach(), late(case[1]).detach()
@@ -219,7 +224,7 @@ def test_what_can_not_be_a_part_is_refused(case):
     net.head = nn.Linear(8, 8)
     net.head.weight = net.backbone[0].norm.weight
     with pytest.raises(InputError) as caught:
-        sw.parallelize(net, parts=["backbone", "backbone.0", "spine"], plan="single", inputs="per_rank")
+        sw.parallelize(net, compile={"parts": ["backbone", "backbone.0", "spine"]}, plan="single", inputs="per_rank")
     for words in (
         "'spine' is no submodule",
         "backbone.0 is inside of backbone",
@@ -228,14 +233,14 @@ def test_what_can_not_be_a_part_is_refused(case):
     ):
         assert words in str(caught.value)
     with pytest.raises(InputError, match="leave example out"):
-        sw.parallelize(case[0], parts=["backbone"], example=case[1])
+        sw.parallelize(case[0], compile={"parts": ["backbone"]}, example=case[1])
 
 
 def test_rows_that_replicas_would_rescale_differently_are_refused(case):
     net = case[0]
     net.table = nn.Embedding(4, 4, max_norm=1.0)
     with pytest.raises(InputError, match="table has max_norm and is in no part"):
-        sw.parallelize(net, parts=["backbone"], plan="single", inputs="per_replica")
+        sw.parallelize(net, compile={"parts": ["backbone"]}, plan="single", inputs="per_replica")
 
 
 def job(rank: int, state: dict[str, Tensor], x: Tensor, y: Tensor, folder: str) -> tuple[Steps, dict[str, Tensor]]:
@@ -244,7 +249,7 @@ def job(rank: int, state: dict[str, Tensor], x: Tensor, y: Tensor, folder: str) 
         net.load_state_dict(state)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     options = {"plan": "dp=2", "inputs": "per_replica", "directory": folder}
-    model, optimizer = sw.parallelize(net, optimizer, parts=["backbone"], **options)
+    model, optimizer = sw.parallelize(net, optimizer, **grouped(parts=["backbone"], **options))
     mine = slice(4 * rank, 4 * rank + 4)
     return [step(model, optimizer, x[mine], y[mine]) for _ in range(3)], whole(model.state_dict())
 

@@ -15,6 +15,7 @@ from shardwright.parallelize import parallelize, plan
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.schedule import KINDS, ScheduleKind, gpipe
 from tests.models.zoo import ZOO
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .looped import both, gradients, parameters
@@ -107,7 +108,7 @@ def with_both(loop, tmp_path, **options):
     copies = [copy.deepcopy(original) for _ in range(2)]
 
     def run(rank):
-        return loop(parallelize(copies[rank], plan="pp=2", directory=tmp_path, **options), x, y)
+        return loop(parallelize(copies[rank], plan="pp=2", **grouped(directory=tmp_path, **options)), x, y)
 
     original(x, y)["loss"].backward()
     return run_ranks(2, run), {key: parameter.grad for key, parameter in original.named_parameters()}
@@ -116,7 +117,7 @@ def with_both(loop, tmp_path, **options):
 def test_gradients_of_other_outputs_are_refused_with_the_way_out(tmp_path):
     def loop(model, x, y):
         found = model(x, y)
-        with pytest.raises(InputError, match='pass backward="outside"'):
+        with pytest.raises(InputError, match=r'pass pipeline=PipelineOptions\(backward="outside"\)'):
             found["logits"].sum().backward()
         found = model(x, y)
         found["loss"].backward()
@@ -213,7 +214,7 @@ def test_an_own_schedule_by_its_name(monkeypatch):
 
 def test_an_own_schedule_as_data(tmp_path):
     case = ZOO["gpt_ignore"](dtype=torch.float64)
-    drawn = plan(case.module, example=case.args, plan="pp=2", cluster=2, microbatches=4)
+    drawn = plan(case.module, example=case.args, plan="pp=2", cluster=2, pipeline={"microbatches": 4})
     own = replace(drawn, schedule="reverse", steps=reverse(2, 4).to_json())
     own.save(tmp_path / "plan.json")
     both("gpt_ignore", str(tmp_path / "plan.json"), trained)

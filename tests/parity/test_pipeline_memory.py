@@ -15,7 +15,7 @@ def peak(rank, plan, microbatches):
         idx = torch.randint(256, (ROWS * microbatches, 49))
         return Transformer(config), (idx[:, :-1].contiguous(), idx[:, 1:].contiguous()), {}
 
-    found = measure_case(make, plan, microbatches=microbatches)
+    found = measure_case(make, plan, pipeline={"microbatches": microbatches})
     return found.peak - found.before  # what the step needs beside parameters and the optimizer's state
 
 

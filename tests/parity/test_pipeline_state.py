@@ -9,6 +9,7 @@ import torch
 
 import shardwright as sw
 from tests.models.zoo import ZOO
+from tests.options import grouped
 
 LIMIT = 120.0
 
@@ -33,7 +34,7 @@ def made(plan, folder):
     given = {"microbatches": 2} if "pp" in plan else {}
     optimizer = adamw(case.module)
     example = (case.args, case.kwargs)
-    model, _ = sw.parallelize(case.module, optimizer, plan=plan, example=example, directory=folder, **given)
+    model, _ = sw.parallelize(case.module, optimizer, plan=plan, example=example, **grouped(directory=folder, **given))
     return model, optimizer, case
 
 

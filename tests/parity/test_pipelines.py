@@ -2,13 +2,15 @@
 
 import copy
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
-from shardwright.compile import Compiler
+from shardwright.compile import Compiler, CompilerSettings
 from shardwright.errors import LoweringError, PlanError
-from shardwright.planning import Batching
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.search_options import SearchOptions
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.world import start
 from tests.models.zoo import loss_of
@@ -33,8 +35,8 @@ PLANS = {  # ranks, microbatches
 def faults(pools, tmp_path, model, plan, ranks, microbatches, kinds=("sgd",), dtype="float64"):
     wanted = {kind: single.reference(model, dtype, kind) for kind in kinds}
     held = single.sendable(model, dtype)
-    asked = Batching(microbatches=microbatches)
-    answers = pools[ranks].run(single.parity, model, plan, dtype, wanted, held, str(tmp_path), asked, timeout=LIMIT)
+    arguments = (model, plan, dtype, wanted, held, str(tmp_path), microbatches)
+    answers = pools[ranks].run(single.parity, *arguments, timeout=LIMIT)
     assert len(answers) == ranks
     return [fault for answer in answers for fault in answer]
 
@@ -77,7 +79,7 @@ def test_batch_norm_sees_the_whole_batch_if_it_is_not_cut(pools, tmp_path):
 
 @pytest.mark.parametrize("model", ["resnet", "contrastive"])
 def test_what_needs_the_whole_batch_refuses_microbatches(pools, tmp_path, model):
-    with pytest.raises(LoweringError, match='microbatch_semantics="local"'):
+    with pytest.raises(LoweringError, match='semantics="local"'):
         faults(pools, tmp_path, model, "pp=2", 2, 2)
 
 
@@ -107,11 +109,10 @@ def local_parity(rank, model, plan, parts, wanted, directory):
     case = single.build(model, "float64")
     optimizer = single.optimizer_of("sgd", case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]
-    asked = Batching(microbatches=parts, local=True)
-    compiler = Compiler(case.module, optimizer, start(), plan, "global", directory, 0, batching=asked)
-    mine = single.trained(
-        ParallelModel(compiler.skeleton, compiler.world, compiler, "global", 1), case, optimizer, keys
-    )
+    request = PlanRequest.read(plan, options=SearchOptions(microbatches=parts, local=True))
+    settings = CompilerSettings(request=request, directory=Path(directory))
+    compiler = Compiler(case.module, optimizer, start(), settings)
+    mine = single.trained(ParallelModel(compiler), case, optimizer, keys)
     return single.faults_of(mine, wanted, 1e-10)
 
 

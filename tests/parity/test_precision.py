@@ -16,6 +16,7 @@ from shardwright.precision import read_precision
 from tests.models.nets import RATE, Exact
 from tests.models.nets import SIGNS as X
 from tests.models.zoo import ZOO
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .looped import gradients, on_ranks, parameters, sgd
@@ -89,7 +90,7 @@ def exact(plan, make, **options):
 
     def run(rank):
         made = make(nets[rank].parameters())
-        model, optimizer = parallelize(nets[rank], made, plan=plan, directory=folder, **options)
+        model, optimizer = parallelize(nets[rank], made, plan=plan, **grouped(directory=folder, **options))
         exact_loop(model, optimizer)
         working = {str(held.dtype) for held in model.parameters()}
         return model.full_state_dict(), working
@@ -137,7 +138,7 @@ def test_without_masters_they_are_lost():
 def test_masters_need_an_optimizer_unless_nothing_is_trained():
     with pytest.raises(InputError, match="float32 masters"):
         parallelize(Exact(), precision="bf16", plan="single")
-    model = parallelize(Exact().eval(), precision="bf16", plan="single", directory=tempfile.mkdtemp())
+    model = parallelize(Exact().eval(), precision="bf16", plan="single", compile={"directory": tempfile.mkdtemp()})
     assert model(X).item() == Exact()(X).item()
 
 
@@ -170,7 +171,7 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(plan, said, sums):
 
     def run(rank):
         made = torch.optim.SGD(nets[rank].parameters(), lr=1.0)
-        model, _ = parallelize(nets[rank], made, plan=plan, directory=folder, precision=said)
+        model, _ = parallelize(nets[rank], made, plan=plan, compile={"directory": folder}, precision=said)
         model(ROWS).backward()
         return gradients(model)[0]
 
@@ -207,7 +208,7 @@ def test_a_scaler_with_float16_and_masters(plan):
 
     def run(rank):
         model, optimizer = parallelize(
-            nets[rank], make(nets[rank].parameters()), plan=plan, directory=folder, precision="fp16"
+            nets[rank], make(nets[rank].parameters()), plan=plan, compile={"directory": folder}, precision="fp16"
         )
         scaler, taken = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=100), []
         optimizer.register_step_post_hook(lambda *_: taken.append(1))

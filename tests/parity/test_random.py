@@ -21,7 +21,7 @@ def losses(rank: int, directory: str) -> list[list[float]]:
     torch.manual_seed(rank)  # an unseeded script: what the global generators hold must not matter
     found = []
     for plan in ("tp=2", "dp=2"):
-        model = sw.parallelize(Noisy(), example=(torch.ones(4, 8),), plan=plan, directory=directory)
+        model = sw.parallelize(Noisy(), example=(torch.ones(4, 8),), plan=plan, compile={"directory": directory})
         found.append([model(torch.ones(4, 8)).item() for _ in range(2)])
     return found
 

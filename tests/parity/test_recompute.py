@@ -14,6 +14,7 @@ from shardwright.parallelize import parallelize
 from shardwright.plan.lowering import lower
 from shardwright.report.communication import totals
 from shardwright.runtime.collectives import comm
+from shardwright.runtime.model.access import state_of
 from shardwright.runtime.parameters import zero3
 from tests.models.nets import Residual
 from tests.models.transformer import Transformer, TransformerConfig
@@ -118,7 +119,7 @@ def kept(plan, module, args) -> int:
 
     def run(rank):
         model = parallelize(module, plan=plan, example=args)
-        own = {p.untyped_storage().data_ptr() for p in model._ready().parameters.values()}
+        own = {p.untyped_storage().data_ptr() for p in state_of(model).parameters.values()}
 
         def note(x):
             storage = x.untyped_storage()

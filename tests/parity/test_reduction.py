@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .looped import both, gradients
@@ -57,7 +58,7 @@ def on_groups(step, plan="dp=2", **options):
 
     def rank(number):
         model = parallelize(
-            nets[number], plan=plan, inputs="per_replica", example=(X[:2],), directory=folder, **options
+            nets[number], plan=plan, inputs="per_replica", example=(X[:2],), **grouped(directory=folder, **options)
         )
         rows = slice(2 * model.data_rank, 2 * model.data_rank + 2)
         step(model, X[rows], LABELS[rows])

@@ -52,7 +52,7 @@ KINDS = {Filled: "inner.mask", Registered: "inner.mask", Parametrised: "inner.sc
 @pytest.mark.parametrize("example", [None, (CALLS[0],)])
 def test_what_the_first_call_would_register_is_refused(tmp_path, kind, example):
     with pytest.raises(CaptureError, match=rf"forward registers {KINDS[kind]} .*or call the model once"):
-        parallelize(kind(), plan="single", example=example, directory=tmp_path)(CALLS[0])
+        parallelize(kind(), plan="single", example=example, compile={"directory": tmp_path})(CALLS[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +60,7 @@ def test_what_is_there_after_a_call_is_right(tmp_path, kind):
     original = kind()
     original(CALLS[0])
     wanted = copy.deepcopy(original)
-    model = parallelize(original, plan="single", directory=tmp_path)
+    model = parallelize(original, plan="single", compile={"directory": tmp_path})
     for x in CALLS:
         torch.testing.assert_close(model(x), wanted(x))
     assert model.state_dict().keys() == wanted.state_dict().keys()

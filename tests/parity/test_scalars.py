@@ -64,7 +64,7 @@ def follow(make, plan, folder, dtype=torch.float64, tolerance=1e-10):
     models = [seeded() for _ in range(world_of(plan))]
 
     def run(rank):
-        model = parallelize(models[rank], plan=plan, directory=folder)
+        model = parallelize(models[rank], plan=plan, compile={"directory": folder})
         return steps(model), len(set(map(id, model._entries.values())))
 
     counts = set()
@@ -94,7 +94,10 @@ def test_a_number_that_decides_is_a_constant(make, tmp_path):
 
 
 def test_a_keyword_is_an_input_as_well(tmp_path):
-    model, original = parallelize(Weighted().double(), plan="single", directory=tmp_path), Weighted().double()
+    model, original = (
+        parallelize(Weighted().double(), plan="single", compile={"directory": tmp_path}),
+        Weighted().double(),
+    )
     model(X, 0.5)
     original.load_state_dict(model.full_state_dict())
     for power in (1.0, 2.0, 3.0, 1.5):
@@ -108,7 +111,7 @@ def test_a_check_of_the_number_is_not_lost(tmp_path):
             assert weight >= 0
             return self.one(x).mean() * weight
 
-    model = parallelize(Checked().double(), plan="single", directory=tmp_path)
+    model = parallelize(Checked().double(), plan="single", compile={"directory": tmp_path})
     for weight in (0.5, 1.0, 2.0):
         model(X, weight)
     with pytest.raises(CaptureError, match="assert weight >= 0"):

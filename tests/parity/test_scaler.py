@@ -10,10 +10,12 @@ import torch
 
 from shardwright.layout import local_region
 from shardwright.parallelize import parallelize
+from shardwright.runtime.model.access import state_of
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.parameters.full_tensors import coordinates
 from shardwright.runtime.parameters.sharded import Untouched
 from tests.models.zoo import ZOO
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .looped import parameters
@@ -28,7 +30,7 @@ def plant(model, key):
     if not isinstance(model, ParallelModel):
         model.get_parameter(key).grad.view(-1)[-1] = math.inf
         return 1
-    holding = model._ready()
+    holding = state_of(model)
     parameter = holding.parameters.get(key)
     if parameter is None:
         return 0
@@ -86,7 +88,7 @@ def run(plan, key, before, make, **options):
     def rank(number):
         held = cases[number]
         made = make(held.module.parameters())
-        model, optimizer = parallelize(held.module, made, plan=plan, directory=folder, **options)
+        model, optimizer = parallelize(held.module, made, plan=plan, **grouped(directory=folder, **options))
         return loop(model, optimizer, held, key, before)
 
     found = run_ranks(world_of(plan), rank)

@@ -235,7 +235,7 @@ def test_zero3_keeps_no_gathered_weight_after_its_layer():
     net, x, folder = Deep().double(), batch(4, 6), tempfile.mkdtemp()
 
     def run(rank: int) -> list[object]:
-        model = parallelize(copy.deepcopy(net), plan="zero3=2", example=(x,), directory=folder)
+        model = parallelize(copy.deepcopy(net), plan="zero3=2", example=(x,), compile={"directory": folder})
         loss = model(x)
         stage = next(iter(model._entries.values())).stage
         held = [layer.weight for layer in stage.layers]

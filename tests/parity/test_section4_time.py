@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwright.errors import LoweringError
 from shardwright.parallelize import parallelize
 from shardwright.verify import verify
+from tests.options import grouped
 from tests.parity.threaded import apart
 from tests.runtime.ranks import run_ranks
 
@@ -45,7 +46,7 @@ def x() -> Tensor:
 
 def check(net: nn.Module, args: tuple[Tensor, ...], plan: str, **options) -> None:
     given = {"steps": 2, "method": "threads", "microbatches": PARTS, **options}
-    report = verify(net, plan, example=args, **given)
+    report = verify(net, plan, example=args, **grouped(**given))
     assert report.passed, str(report)
 
 
@@ -237,7 +238,9 @@ def on_ranks(net: nn.Module, args: tuple[Tensor, ...], plan: str, use: Callable,
     folder = tempfile.mkdtemp(prefix="section4-")
 
     def run(rank: int):
-        model = parallelize(copy.deepcopy(net), plan=plan, directory=folder, **{"microbatches": PARTS, **options})
+        model = parallelize(
+            copy.deepcopy(net), plan=plan, **grouped(directory=folder, **{"microbatches": PARTS, **options})
+        )
         return use(model, args)
 
     return run_ranks(2, run)

@@ -15,6 +15,7 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
 from shardwright.runtime.model.parallel_model import ParallelModel
+from tests.options import grouped
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 
@@ -70,7 +71,7 @@ def reference(steps: int):
 def compiled(plan: str, folder, model: nn.Module | None = None):
     model = model or net()
     batches = {"microbatches": 1} if plan.startswith("pp") else {}
-    return parallelize(model, adam(model), plan=plan, example=(X, Y), directory=folder, **batches)
+    return parallelize(model, adam(model), plan=plan, example=(X, Y), **grouped(directory=folder, **batches))
 
 
 def written(value) -> bytes:
@@ -198,11 +199,11 @@ def test_a_plain_checkpoint_may_be_loaded_before_anything_is_compiled(tmp_path, 
         model = net()
         optimizer = adam(model)
         if not early:
-            model, optimizer = parallelize(model, optimizer, plan=plan, directory=tmp_path)
+            model, optimizer = parallelize(model, optimizer, plan=plan, compile={"directory": tmp_path})
         model.load_state_dict(copy.deepcopy(before.state_dict()))
         optimizer.load_state_dict(copy.deepcopy(optimizer_before.state_dict()))
         if early:
-            model, optimizer = parallelize(model, optimizer, plan=plan, directory=tmp_path)
+            model, optimizer = parallelize(model, optimizer, plan=plan, compile={"directory": tmp_path})
         return train(model, optimizer), model.full_state_dict()
 
     for loss, values in run_ranks(2, run):

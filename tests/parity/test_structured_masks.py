@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.ir import MaskStructure, Op
 from shardwright.parallelize import parallelize
-from shardwright.verify.parity import Reference, compare_plan, make_reference, make_task
+from shardwright.plan.request import PlanRequest
+from shardwright.verify.parity import ComparisonOptions, Reference, compare_plan, make_reference, make_task
+from tests.options import grouped
 from tests.parity.threaded import compare, whole_gradients
 from tests.runtime.ranks import run_ranks
 
@@ -169,8 +171,8 @@ def test_models_of_transformers_say_what_their_masks_mean(name):
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_train_as_the_original_does(name, plan):
-    options = {"plan_name": plan, "count": 2, "limit": 1e-10, "method": "threads", "timeout": 300}
-    report = compare_plan(reference_of(name), plan, **options)
+    run = ComparisonOptions(limit=1e-10, timeout=300)
+    report = compare_plan(reference_of(name), PlanRequest.read(plan), 2, run, name=plan)
     assert report.passed, report.failures[:3]
 
 
@@ -202,7 +204,7 @@ def test_a_buffer_that_holds_a_causal_mask(persistent, plan):
 def test_other_values_in_that_buffer_are_noticed(tmp_path):
     torch.manual_seed(0)
     module, x = Buffered(True).double(), torch.randn(4, 6, 8, dtype=torch.float64)
-    model = parallelize(copy.deepcopy(module), plan="single", directory=tmp_path)
+    model = parallelize(copy.deepcopy(module), plan="single", compile={"directory": tmp_path})
     torch.testing.assert_close(model(x), module(x), rtol=1e-12, atol=1e-12)
     causal_program = model.generated
     model.load_state_dict(module.state_dict())  # the same values again
@@ -232,7 +234,7 @@ def calls_of(options: dict[str, Any], batches: list[tuple[Tensor, Tensor]], plan
     folder = Path(tempfile.mkdtemp(prefix="padding-"))
 
     def run(rank: int) -> list[Any]:
-        model = parallelize(copy.deepcopy(original), plan=plan, directory=folder, **options)
+        model = parallelize(copy.deepcopy(original), plan=plan, **grouped(directory=folder, **options))
         seen = []
         for x, keys in batches:
             own = slice(2 * rank, 2 * rank + 2) if options else slice(None)
@@ -279,7 +281,7 @@ def test_which_program_runs_is_alike_on_all_ranks(tmp_path):
     original, x = Block(padded).double(), torch.randn(4, 6, 8, dtype=torch.float64)
 
     def run(rank: int) -> list[bool]:
-        model = parallelize(copy.deepcopy(original), plan="dp=2", directory=tmp_path, inputs="per_replica")
+        model = parallelize(copy.deepcopy(original), plan="dp=2", compile={"directory": tmp_path}, inputs="per_replica")
         chosen = []
         for keys in (padding_of(6, 6, 6, 4), padding_of(6, 6, 6, 6), padding_of(6, 6, 6, 4)):
             own = slice(2 * rank, 2 * rank + 2)
@@ -294,7 +296,9 @@ def test_no_tensor_of_queries_by_keys_is_made(tmp_path):
     """HF Llama on one rank, forward and backward: nothing of its length by its length is allocated."""
     length = 48
     ids = torch.randint(31, (2, length))
-    model = parallelize(llama(), plan="single", example={"input_ids": ids, "labels": ids}, directory=tmp_path)
+    model = parallelize(
+        llama(), plan="single", example={"input_ids": ids, "labels": ids}, compile={"directory": tmp_path}
+    )
     sizes: set[tuple[int, ...]] = set()
 
     class Noted(TorchDispatchMode):

@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.errors import InputError, PlanError
 from shardwright.parallelize import parallelize
 from shardwright.parallelize import plan as make_plan
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 from .looped import gradients
@@ -69,7 +70,7 @@ def ranks_find(kind, plan, tmp_path, inputs, *calls, **options):
     nets = [made(kind) for _ in range(world_of(plan))]
 
     def run(rank):
-        model = parallelize(nets[rank], plan=plan, inputs=inputs, directory=tmp_path, **options)
+        model = parallelize(nets[rank], plan=plan, inputs=inputs, **grouped(directory=tmp_path, **options))
         losses = []
         for x, other in calls:
             parts, per_part = (1 if inputs == "global" else 2), world_of(plan) // 2
@@ -141,7 +142,7 @@ class Crossing(Stacked):
 
 
 def piped(rank, kind, seq, directory, options):
-    model = parallelize(made(kind), plan="pp=2", directory=directory, microbatches=2, **options)
+    model = parallelize(made(kind), plan="pp=2", **grouped(directory=directory, microbatches=2, **options))
     model(*samples(kind, seq)).backward()
     return gradients(model)
 
@@ -180,14 +181,15 @@ class Pair(nn.Module):
 
 def test_what_sizes_do_not_tell_is_refused_where_it_is_needed(tmp_path):
     example = torch.randn(8, 12), torch.randn(16, 9)
-    with pytest.raises(PlanError, match=r"images \[8, 12\], texts \[16, 9\]\); name those that have none: unbatched="):
+    remedy = r"images \[8, 12\], texts \[16, 9\]\); name those that have none: CompileOptions\(unbatched="
+    with pytest.raises(PlanError, match=remedy):
         make_plan(Pair(), example=example, plan="dp=2")
-    plan = make_plan(Pair(), example=example, plan="dp=2", unbatched=["texts"])
+    plan = make_plan(Pair(), example=example, plan="dp=2", compile={"unbatched": ["texts"]})
     assert [name for name, choice in plan.choices("train").items() if choice and name.startswith("text")] == []
     assert make_plan(Pair(), example=example, plan="tp=2").choices("train")
 
     def run(rank):
-        parallelize(copy.deepcopy(Pair()), plan="tp=2", inputs="per_rank", directory=tmp_path)(*example)
+        parallelize(copy.deepcopy(Pair()), plan="tp=2", inputs="per_rank", compile={"directory": tmp_path})(*example)
 
     with pytest.raises(InputError, match=r'inputs="per_rank": .*different sizes of dim 0 .*unbatched='):
         run_ranks(2, run)
@@ -195,7 +197,7 @@ def test_what_sizes_do_not_tell_is_refused_where_it_is_needed(tmp_path):
 
 def test_samples_of_each_replica_that_can_not_be_told_are_refused(tmp_path):
     def run(rank):
-        model = parallelize(copy.deepcopy(Pair()), plan="dp=2", inputs="per_replica", directory=tmp_path)
+        model = parallelize(copy.deepcopy(Pair()), plan="dp=2", inputs="per_replica", compile={"directory": tmp_path})
         model(torch.randn(8, 12), torch.randn(16, 9))
 
     with pytest.raises(InputError, match=r'inputs="per_replica": .*different sizes of dim 0 .*unbatched='):
@@ -204,9 +206,9 @@ def test_samples_of_each_replica_that_can_not_be_told_are_refused(tmp_path):
 
 def test_a_name_that_no_input_has_is_refused():
     with pytest.raises(InputError, match=r"Masked has no input maks; its inputs are x, mask"):
-        parallelize(Masked(), plan="single", unbatched=["maks"])
+        parallelize(Masked(), plan="single", compile={"unbatched": ["maks"]})
     with pytest.raises(InputError, match=r"unbatched=\['mask'\]"):
-        parallelize(Masked(), plan="single", unbatched="mask")
+        parallelize(Masked(), plan="single", compile={"unbatched": "mask"})
 
 
 @pytest.mark.parametrize("inputs", ["global", "per_replica", "per_rank"])
@@ -215,7 +217,7 @@ def test_an_input_without_a_batch_dim_must_be_the_same_everywhere(tmp_path, inpu
     nets = [made(Masked) for _ in range(2)]
 
     def run(rank):
-        model = parallelize(nets[rank], plan="dp=2", inputs=inputs, directory=tmp_path)
+        model = parallelize(nets[rank], plan="dp=2", inputs=inputs, compile={"directory": tmp_path})
         mine = x if inputs == "global" else x.chunk(2)[rank].contiguous()
         for call in range(3):
             model(mine, mask.logical_not() if (call, rank) == (2, 1) else mask).backward()

@@ -56,7 +56,7 @@ def net() -> Net:
 
 
 def compiled(folder, plan="single") -> ParallelModel:
-    return parallelize(net(), plan=plan, example=(X,), directory=folder)
+    return parallelize(net(), plan=plan, example=(X,), compile={"directory": folder})
 
 
 # -- around -------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_cast_after_compilation_is_refused(tmp_path, cast):
 
 
 def test_a_cast_before_the_first_call_is_compiled(tmp_path):
-    model = parallelize(net(), plan="single", directory=tmp_path).float()
+    model = parallelize(net(), plan="single", compile={"directory": tmp_path}).float()
     torch.testing.assert_close(model(X.float()), net().float()(X.float()), rtol=0, atol=0)
 
 
@@ -183,7 +183,7 @@ def test_a_model_of_torch_compile_is_taken_off_and_said(tmp_path):
     wrapped = torch.compile(original, backend="eager")
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="torch.compile, which is dropped"):
-        model, _ = parallelize(wrapped, optimizer, plan="single", example=(X,), directory=tmp_path)
+        model, _ = parallelize(wrapped, optimizer, plan="single", example=(X,), compile={"directory": tmp_path})
     torch.testing.assert_close(model(X), net()(X))
     assert list(model.state_dict()) == list(net().state_dict())
 
@@ -191,7 +191,9 @@ def test_a_model_of_torch_compile_is_taken_off_and_said(tmp_path):
 def test_a_model_compiled_in_place_needs_no_word(tmp_path):
     original = net()
     original.compile(backend="eager")
-    torch.testing.assert_close(parallelize(original, plan="single", example=(X,), directory=tmp_path)(X), net()(X))
+    torch.testing.assert_close(
+        parallelize(original, plan="single", example=(X,), compile={"directory": tmp_path})(X), net()(X)
+    )
 
 
 class Quantized(torch.nn.Module):
@@ -270,7 +272,7 @@ def wrapped_before(rank, folder, kind):
         mesh = DeviceMesh("cpu", [0, 1])
         model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [Replicate()]))
     try:
-        parallelize(model, plan="dp=2", example=(X,), directory=folder)
+        parallelize(model, plan="dp=2", example=(X,), compile={"directory": folder})
     except InputError as error:
         return str(error)
     return ""
@@ -299,7 +301,7 @@ def test_a_part_that_is_called_module_stays_that_part(tmp_path):
         def forward(self, x):
             return self.module(x)
 
-    assert isinstance(parallelize(Around(), plan="single", directory=tmp_path).module, nn.Linear)
+    assert isinstance(parallelize(Around(), plan="single", compile={"directory": tmp_path}).module, nn.Linear)
 
 
 @pytest.mark.filterwarnings("ignore:.*Sparse.*invariant")

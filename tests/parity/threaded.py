@@ -20,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
+from shardwright.plan.request import read_source
 from shardwright.runtime.collectives import comm, process_group
+from shardwright.runtime.model.access import state_of
 from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.parameters import buckets
 from shardwright.runtime.parameters.full_tensors import gather_tensor
 from shardwright.runtime.parameters.sharded import keeps_share
 from shardwright.storage import stored_layout
-from shardwright.verify.parity import ranks_of as size_of
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 TOLERANCE = 1e-10
@@ -61,11 +63,11 @@ class Compared:
 
 
 def world_of(plan: str) -> int:
-    return size_of(plan)
+    return read_source(plan).size
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
-    holding = model._ready()
+    holding = state_of(model)
     found: dict[str, Tensor | None] = {}
     for held in holding.specs:
         parameter = holding.parameters[held.name]
@@ -82,7 +84,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
     noted = _Noted()
 
     def run(rank: int) -> Rank:
-        model = parallelize(make(rank), plan=plan, example=args, directory=folder, **options)
+        model = parallelize(make(rank), plan=plan, example=args, **grouped(directory=folder, **options))
         with comm.recording() as forward:
             outputs = model(*args)
         with comm.recording() as backward:
@@ -90,7 +92,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
         return Rank(
             outputs=outputs.detach().clone(), gradients=whole_gradients(model), forward=forward, backward=backward,
             synced=noted.sent.get(rank, []),
-            buffers={key: held.clone() for key, held in model._ready().buffers.items()},
+            buffers={key: held.clone() for key, held in state_of(model).buffers.items()},
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 

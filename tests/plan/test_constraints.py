@@ -397,7 +397,7 @@ def test_parallelize_keeps_to_constraints(tmp_path):
 
     def run(rank):
         entries = [{"axis": "tp"}, {"op": "linear", "split": "n", "on": "tp"}]
-        model = sw.parallelize(case.module, example=case.args, constraints=entries, directory=tmp_path)
+        model = sw.parallelize(case.module, example=case.args, constraints=entries, compile={"directory": tmp_path})
         return model.plan.choices("train")["up / linear"], model(*case.args).item()
 
     for choice, loss in run_ranks(2, run):
@@ -410,7 +410,7 @@ def test_constraints_are_for_the_search():
     with pytest.raises(InputError, match='constraints are for plan="auto"'):
         sw.plan(case.module, example=case.args, plan="tp=2", constraints=[{"axis": "tp"}])
     with pytest.raises(InputError, match="not over parts"):
-        sw.parallelize(case.module, parts=["up"], constraints=[{"axis": "tp"}])
+        sw.parallelize(case.module, compile={"parts": ["up"]}, constraints=[{"axis": "tp"}])
     with pytest.raises(PlanError, match='inputs="per_replica" every axis splits the batch'):
         sw.plan(case.module, example=case.args, cluster=2, inputs="per_replica", constraints=[{"axis": "tp"}])
 

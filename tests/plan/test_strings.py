@@ -54,7 +54,7 @@ def test_a_plan_that_makes_no_sense_is_refused_with_its_text_and_a_remedy(text, 
 
 def test_a_plan_for_another_number_of_processes_names_both_and_says_how_to_start_them():
     with pytest.raises(PlanError, match=r"for 4 devices, but there are 3 processes; start 4 .*--nproc-per-node=4"):
-        parse_plan_string("dp=2,tp=2", world=3)
+        parse_plan_string("dp=2,tp=2").check_size(3)
 
 
 # Pipelines.
@@ -141,4 +141,4 @@ def test_a_pipeline_that_makes_no_sense_is_refused(text, message):
 
 def test_stages_count_for_the_number_of_processes():
     with pytest.raises(PlanError, match=r"for 4 devices, but there are 2 processes; start 4 .*--nproc-per-node=4"):
-        parse_plan_string("pp=1+3,dp", world=2)
+        parse_plan_string("pp=1+3,dp").check_size(2)

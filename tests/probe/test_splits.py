@@ -31,7 +31,9 @@ def forget(monkeypatch) -> None:
 
 
 def compiled(folder) -> None:
-    run_ranks(2, lambda rank: parallelize(Net(), plan="dp=2", example=(torch.randn(4, 6),), directory=folder))
+    run_ranks(
+        2, lambda rank: parallelize(Net(), plan="dp=2", example=(torch.randn(4, 6),), compile={"directory": folder})
+    )
 
 
 def test_what_is_written_passes(tmp_path) -> None:

@@ -18,6 +18,7 @@ from shardwright.rehearse.result import differences
 from shardwright.rules import analyse
 from shardwright.runtime.collectives import comm
 from shardwright.runtime.pipeline import ties
+from tests.options import grouped
 
 
 def gpt(layers=6, vocab=50304):
@@ -30,7 +31,7 @@ def gpt(layers=6, vocab=50304):
 
 def run(plan, call=None, **options):
     model, example = call or gpt()
-    return rehearse(plan, model, example=example, **options)
+    return rehearse(plan, model, example=example, **grouped(**options))
 
 
 # What is kept, and what becomes small.
@@ -118,7 +119,7 @@ def test_experts_go_where_their_tokens_are():
     model.set_experts_implementation("eager")
     example = ((), {"input_ids": ids, "attention_mask": ids, "labels": ids})
 
-    rehearsal = rehearse("dp=2,ep=4,tp=2", model.train(), example=example, outputs="scalars", steps=1)
+    rehearsal = rehearse("dp=2,ep=4,tp=2", model.train(), example=example, compile={"outputs": "scalars"}, steps=1)
 
     assert rehearsal.passed, str(rehearsal)
     assert all(parameter.is_meta for parameter in model.parameters())  # the user's model is as it was
@@ -235,7 +236,7 @@ def test_microbatches_that_are_batches_of_their_own_are_refused():
     model, example = gpt(4)
     plan = sw.plan(model, example=example, plan="dp=2", cluster=2)
 
-    with pytest.raises(PlanError, match='microbatch_semantics="local" has no rehearsal'):
+    with pytest.raises(PlanError, match=r'PipelineOptions\(semantics="local"\) has no rehearsal'):
         run(dataclasses.replace(plan, local=True, microbatches=2), (model, example))
 
 

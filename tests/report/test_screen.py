@@ -9,6 +9,7 @@ from shardwright.parallelize import plan as make_plan
 from shardwright.report import explain, read_plan
 from shardwright.report.screen import format_time, in_ranges
 from tests.models.zoo import ZOO
+from tests.options import grouped
 from tests.report.llama import llama
 
 
@@ -16,7 +17,7 @@ from tests.report.llama import llama
 def auto():
     module, example = llama()
     asked = {"cluster": "2x4xA100-80GB", "precision": "bf16-mixed", "memory": "10GiB", "outputs": "scalars"}
-    return make_plan(module, example=example, **asked)
+    return make_plan(module, example=example, **grouped(**asked))
 
 
 def changed(plan, **said):

@@ -25,7 +25,7 @@ def test_every_collective_of_a_step_is_entered_once(plan, tmp_path):
 
     def rank(number):
         optimizer = torch.optim.SGD(nets[number].parameters(), lr=0.1)
-        model, _ = sw.parallelize(nets[number], optimizer, plan=plan, example=(x,), directory=tmp_path)
+        model, _ = sw.parallelize(nets[number], optimizer, plan=plan, example=(x,), compile={"directory": tmp_path})
         model(x).sum().backward()  # the first step compares inputs
         optimizer.zero_grad()
         dist.barrier()

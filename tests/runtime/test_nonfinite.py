@@ -9,6 +9,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.runtime.faults.nonfinite import agree_finite, explain_nonfinite, find_nonfinite, first_gradient
+from tests.options import grouped
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 
@@ -50,7 +51,7 @@ def look(kind, plan, folder, bad=True, **options):
     def run(rank):
         own = copy.deepcopy(net)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-        model, _ = sw.parallelize(own, optimizer, plan=plan, example=given, directory=folder, **options)
+        model, _ = sw.parallelize(own, optimizer, plan=plan, example=given, **grouped(directory=folder, **options))
         loss = model(*given)
         loss.backward()
         fine = agree_finite(model, loss, gradients=True)
@@ -107,7 +108,7 @@ def test_infinities_that_a_model_is_made_with_are_none(plan, tmp_path):
 
 def test_what_is_wrong_before_the_step(tmp_path):
     x, z = batch(False)
-    model = sw.parallelize(Net("none"), plan="single", example=(x, z), directory=tmp_path)
+    model = sw.parallelize(Net("none"), plan="single", example=(x, z), compile={"directory": tmp_path})
     with torch.no_grad():
         model.down.bias[1] = float("nan")
     assert "value of parameter down.bias at the beginning of the step: 1 of 4" in find_nonfinite(model, (x, z))

@@ -33,7 +33,7 @@ def run(plan, size, change, folder, kind=Net):
     def act(rank):
         module = copy.deepcopy(net)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        model, optimizer = sw.parallelize(module, optimizer, plan=plan, example=x, directory=folder)
+        model, optimizer = sw.parallelize(module, optimizer, plan=plan, example=x, compile={"directory": folder})
         model(x).backward()
         optimizer.step()
         check_replicas(model)

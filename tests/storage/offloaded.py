@@ -11,7 +11,8 @@ from shardwright.emit import emit
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.file import read
 from shardwright.plan.lowering import lower
-from shardwright.planning import PlanningTask, cluster_of, priced
+from shardwright.plan.request import PlanRequest
+from shardwright.planning import cluster_of, priced
 from shardwright.storage import storage_kind
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of, graph_of
@@ -23,7 +24,9 @@ KIND = storage_kind("offload")
 def made(plan: str, folder: str = "generated"):
     case = ZOO["gpt"](dtype=torch.float64)
     optimizer = torch.optim.AdamW(case.module.parameters(), lr=0.01)
-    return sw.parallelize(case.module, optimizer, plan=plan, example=(case.args, case.kwargs), directory=folder)
+    return sw.parallelize(
+        case.module, optimizer, plan=plan, example=(case.args, case.kwargs), compile={"directory": folder}
+    )
 
 
 def steps(run, count: int) -> None:
@@ -86,10 +89,13 @@ def files() -> None:
 
 def price() -> None:
     graph, analysis = graph_of("gpt"), facts_of("gpt")
-    task = PlanningTask(cluster=cluster_of(2))
+    cluster = cluster_of(2)
+    request = PlanRequest(cluster=cluster)
 
     def predicted(text: str):
-        return priced(build_plan(graph, parse_plan_string(text), analysis), analysis, task).predicted["train"]
+        return priced(build_plan(graph, parse_plan_string(text), analysis), analysis, request, cluster).predicted[
+            "train"
+        ]
 
     here, there = predicted("zero2=2"), predicted("offload=2")
     assert there["memory"]["optimizer"] == 0 < here["memory"]["optimizer"]

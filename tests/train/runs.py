@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.data import ReplicaBatchSampler
 from shardwright.train import Callback, Checkpoints, CSVLogger, Logger, Trainer
+from tests.options import grouped_for_trainer
 
 
 class Net(nn.Module):
@@ -64,7 +65,7 @@ def trainer(folder: Path | str, **more: Any) -> Trainer:
         usual["max_epochs"] = 2
     if "micro_batch_size" in more and "accumulate" in more:
         usual.pop("batch_size")
-    return Trainer(**{**usual, **more})
+    return Trainer(**grouped_for_trainer(**{**usual, **more}))
 
 
 def losses(made: Trainer, name: str = "loss") -> dict[int, float]:

@@ -24,7 +24,7 @@ train_data:
 batch_size: 8
 max_steps: 2
 plan: single
-loggers: [shardwright.train.CSVLogger]
+logging: {loggers: [shardwright.train.CSVLogger]}
 checkpoints:
   keep_last: 1
 """
@@ -141,12 +141,13 @@ def test_a_file_that_is_not_there_is_named(config, capsys):
 
 
 def test_a_run_from_a_file_writes_the_config_that_makes_it_again(config):
-    assert main(["train", "config.yaml", "--model.init_args.wide", "24", "--seed=3", "--val_every_epochs", "null"]) == 0
+    changes = ["--model.init_args.wide", "24", "--seed=3", "--validation.every_epochs", "null"]
+    assert main(["train", "config.yaml", *changes]) == 0
     first = (config.parent / "run/metrics.csv").read_text().splitlines()
     assert len(first) == 3
     kept = read_config(config.parent / "run/config.yaml").values
     assert kept["model"] == {"class_path": "tests.train.parts.Net", "init_args": {"wide": 24}}
-    assert kept["val_every_epochs"] is None
+    assert kept["validation"]["every_epochs"] is None
 
     assert main(["train", "run/config.yaml", "--directory", "again"]) == 0
     second = (config.parent / "again/metrics.csv").read_text().splitlines()
@@ -171,13 +172,15 @@ def test_a_sampler_a_function_and_groups_are_said_in_a_file(config, capsys):
     config.write_text(
         CONFIG.replace("max_steps: 2", "max_epochs: 2")
         + textwrap.dedent("""\
-        sampler: {class_path: torch.utils.data.RandomSampler, init_args: {replacement: true}}
-        loader: {collate: torch.utils.data.default_collate}
-        parameter_groups:
-        - {match: "*.bias", weight_decay: 0.0}
+        loader:
+          sampler: {class_path: torch.utils.data.RandomSampler, init_args: {replacement: true}}
+          collate: torch.utils.data.default_collate
+        optimization:
+          parameter_groups:
+          - {match: "*.bias", weight_decay: 0.0}
         """)
     )
-    assert main(["train", "config.yaml", "--checkpoints", "false", "--log_every", "3"]) == 0
+    assert main(["train", "config.yaml", "--checkpoints", "false", "--logging.every", "3"]) == 0
     steps = [line.partition(",")[0] for line in (config.parent / "run/metrics.csv").read_text().splitlines()]
     assert steps == ["step", "1", "3", "4"]  # the first, every third, the last
     assert not (config.parent / "run/checkpoints").exists()

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 SMALL = [
     str(ROOT / "examples/train_gpt.yaml"), "--model.init_args.n_layer", "1", "--model.init_args.n_embd", "16",
     "--model.init_args.block_size", "16", "--train_data.init_args.block_size", "16",
-    "--val_data.init_args.block_size", "16", "--batch_size", "4", "--max_steps", "4", "--val_every", "2",
-    "--val_batches", "2", "--log_every", "1", "--checkpoints.every", "2",
-    "--loggers=[shardwright.train.CSVLogger]",
+    "--val_data.init_args.block_size", "16", "--batch_size", "4", "--max_steps", "4", "--validation.every", "2",
+    "--validation.batches", "2", "--logging.every", "1", "--checkpoints.every", "2",
+    "--logging.loggers=[shardwright.train.CSVLogger]",
 ]  # fmt: skip
 
 

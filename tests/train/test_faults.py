@@ -119,7 +119,7 @@ def test_a_second_sigterm_is_at_once_but_not_a_double_of_the_first(monkeypatch):
 def loop(rank, folder):
     """An ordinary loop; the second rank gets the signal in the third step."""
     torch.manual_seed(0)
-    model = sw.parallelize(nn.Linear(4, 4), plan="dp=2", example=torch.zeros(4, 4), directory=folder)
+    model = sw.parallelize(nn.Linear(4, 4), plan="dp=2", example=torch.zeros(4, 4), compile={"directory": folder})
     done = 0
     with signals.StopSignals() as held:
         for step in range(10):

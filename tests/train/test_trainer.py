@@ -296,7 +296,7 @@ def test_compiled_alone_a_model_is_captured_once(tmp_path):
 def test_compiled_alone_a_run_is_refused_for_what_it_would_be_refused_for(tmp_path):
     with pytest.raises(InputError, match=r"'\*\.weigth' matches no parameter"):
         trainer(tmp_path, max_steps=1, plan="dp=2", parameter_groups=[{"match": "*.weigth", "lr": 0.1}]).compile()
-    with pytest.raises(InputError, match='microbatch_semantics="local" is compiled by the ranks'):
+    with pytest.raises(InputError, match=r'pipeline\.semantics="local" is compiled by the ranks'):
         trainer(tmp_path, max_steps=1, plan="pp=2", microbatches=2, microbatch_semantics="local").compile()
 
 
@@ -309,12 +309,16 @@ def test_the_original_is_let_go_when_it_is_compiled(tmp_path):
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(InputError, match="batch_size=8 is not a multiple of the call size with micro_batch_size=3"):
+    with pytest.raises(
+        InputError, match=r"batch_size=8 is not a multiple of the call size with optimization\.micro_batch_size=3"
+    ):
         trainer(tmp_path, micro_batch_size=3)
     with pytest.raises(InputError, match="set the global batch size"):
         trainer(tmp_path, batch_size=None)
-    with pytest.raises(InputError, match=r"(?s)max_steps=0.*clip_norm=-1"):
-        trainer(tmp_path, max_steps=0, clip_norm=-1.0)
+    with pytest.raises(InputError, match=r"max_steps=0 makes no sense"):
+        trainer(tmp_path, max_steps=0)
+    with pytest.raises(InputError, match=r"optimization\.clip_norm=-1.0 would leave nothing"):
+        trainer(tmp_path, clip_norm=-1.0)
     with pytest.raises(InputError, match=r"(?s)reduction='tokens' is not known; use .*\"token\""):
         trainer(tmp_path, reduction="tokens")
     with pytest.raises(InputError, match="yields batches already"):
@@ -347,6 +351,11 @@ def test_rows_are_not_counted_by_an_input_that_has_no_batch_dim(tmp_path):
 
     data = DataLoader(list(torch.randn(10, 4)), batch_size=5, collate_fn=collate)
     made = sw.Trainer(
-        model=Weighted(), train_data=data, plan="single", directory=tmp_path, max_epochs=1, unbatched=["prior"]
+        model=Weighted(),
+        train_data=data,
+        plan="single",
+        directory=tmp_path,
+        max_epochs=1,
+        compile=sw.CompileOptions(unbatched=["prior"]),
     )
     assert made.fit().rows == 10

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shardwright.errors import ShardwrightError
 from shardwright.parallelize import parallelize
-from shardwright.verify.parity import ranks_of
+from shardwright.plan.request import read_source
+from tests.options import grouped
 from tests.runtime.ranks import run_ranks
 
 TOLERANCE = 1e-10
@@ -94,6 +95,6 @@ def _parallel(script: Script, plan: str, said: dict[str, Any]) -> list[Sequence[
     folder = Path(tempfile.mkdtemp(prefix="training-code-"))
 
     def parallel(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-        return parallelize(model, optimizer, plan=plan, directory=folder, **(options | said))
+        return parallelize(model, optimizer, plan=plan, **grouped(directory=folder, **(options | said)))
 
-    return run_ranks(2 if plan == "auto" else ranks_of(plan), lambda rank: script(parallel), timeout=300)
+    return run_ranks(2 if plan == "auto" else read_source(plan).size, lambda rank: script(parallel), timeout=300)

@@ -85,7 +85,7 @@ def dcgan(one_line: OneLine, flip: bool = False) -> list[Tensor]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_dcgan(plan: str) -> None:
     if plan == "pp=2":
-        check_refused(dcgan, plan, LoweringError, "batch_norm", "microbatches=1", 'microbatch_semantics="local"')
+        check_refused(dcgan, plan, LoweringError, "batch_norm", "microbatches=1", 'semantics="local"')
     check(dcgan, plan, **({"microbatches": 1} if plan == "pp=2" else {}))
 
 

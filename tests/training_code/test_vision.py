@@ -79,7 +79,7 @@ def test_a_vae_that_draws_its_noise(plan: str) -> None:
     """A compiled model draws by its own seed and step, so that all plans draw alike."""
 
     def single(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-        return parallelize(model, optimizer, plan="single", directory=tempfile.mkdtemp())
+        return parallelize(model, optimizer, plan="single", compile={"directory": tempfile.mkdtemp()})
 
     script, options = (lambda one_line: vae(one_line, drawn=True)), {}
     if plan == "pp=2":  # the draw of a batch is not that of its parts

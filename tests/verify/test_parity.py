@@ -13,11 +13,12 @@ from shardwright.runtime.collectives import comm
 from shardwright.verify import verify
 from tests.models.nets import RATE, SIGNS, Exact
 from tests.models.zoo import ZOO
+from tests.options import grouped
 
 
 def check(name, plan, **options):
     module, args, kwargs = ZOO[name]()
-    return verify(module, plan, example=(args, kwargs), **options)
+    return verify(module, plan, example=(args, kwargs), **grouped(**options))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero2=2", "zero3=2"])
@@ -102,7 +103,8 @@ def test_a_precision_rounds_alike_on_both_sides(precision, plan):
 def test_masters_of_both_sides_are_the_same_to_the_last_bit(plan):
     """Steps so small that they show in float32 masters only."""
     report = verify(
-        Exact(), plan, example=(SIGNS,), precision="bf16", tolerance=1e-12, microbatches=2 if "pp" in plan else None,
+        Exact(), plan, example=(SIGNS,), precision="bf16", tolerance=1e-12,
+        pipeline={"microbatches": 2 if "pp" in plan else None},
         optimizer=lambda ps: torch.optim.SGD(ps, lr=RATE),
     )  # fmt: skip
 

@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError, raise_all
+from ..runtime.model.access import is_compiled, state_of
 from ..runtime.model.overrides import overrides
-from ..runtime.model.parallel_model import ParallelModel, RankState
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.model.specialization import RankState
 from ..runtime.parameters.refresh import renew
 from ..runtime.parameters.sharded import ShardedParameter
 from ..runtime.parameters.state_dicts import name_of
@@ -30,13 +32,13 @@ class KeyOwners:
         self.compiled = {
             _prefix(path): part
             for path, part in model.named_modules()
-            if isinstance(part, ParallelModel) and part._holding is not None
+            if isinstance(part, ParallelModel) and is_compiled(part)
         }
         self.first: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the saved tensors, by first key
         self._writers: dict[str, tuple[int, ...]] = {}
         for prefix, part in self.compiled.items():
-            self._count(prefix, part._ready())
+            self._count(prefix, state_of(part))
         self._count_rest()
         self._names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._order = {key: at for at, key in enumerate(self.first)}
@@ -113,19 +115,19 @@ class KeyOwners:
     def filled(self, names: Iterable[str]) -> None:
         """Note that these keys were loaded."""
         for prefix, part in self.compiled.items():
-            part._ready().filled({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+            state_of(part).filled({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
 
     def renew(self) -> None:
         """Recompute low-precision parameters from the loaded master weights. All ranks must call it."""
         for part in self.compiled.values():
-            renew(part._ready().parameters.values())
+            renew(state_of(part).parameters.values())
 
     def check_ready(self) -> None:
         """Refuse a model on several ranks that is not compiled, and parameters on meta."""
         for part in self.compiled.values():
-            part._ready().check_filled()
+            state_of(part).check_filled()
         if self.world > 1 and not self.compiled and isinstance(self.model, ParallelModel):
-            self.model._ready()
+            state_of(self.model)
 
 
 def _extra_of(model: ParallelModel) -> list[str]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, InputError
+from ..runtime.model.access import skeleton_of, state_of
 from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.parameters.full_tensors import true_dtype
 from ..runtime.parameters.state_values import ShardTensor
@@ -181,7 +182,7 @@ def _write_config(path: Path, model: nn.Module) -> None:
         config: Any = copy.deepcopy(getattr(model, name, None))
         if hasattr(config, "save_pretrained"):
             if name == "config":
-                inner = model._around["skeleton"] if isinstance(model, ParallelModel) else model
+                inner = skeleton_of(model) if isinstance(model, ParallelModel) else model
                 config.architectures = [type(inner).__name__]
             config.save_pretrained(path)
 
@@ -198,7 +199,7 @@ def _kinds(census: KeyOwners, own: Mapping[str, Tensor]) -> dict[str, Tensor | _
     """The kind of every key, in the same order on all ranks; of other ranks' tensors only the dtype."""
     formats: dict[str, Tensor | _WeightsFormat] = {}
     for prefix, part in census.compiled.items():
-        holding = part._ready()
+        holding = state_of(part)
         for _, specs in holding.pp_ranks:
             formats.update({prefix + spec.name: _WeightsFormat(true_dtype(spec)) for spec in specs})
     return {key: own.get(key, formats.get(key, _WeightsFormat(torch.float32))) for key in census.shapes}

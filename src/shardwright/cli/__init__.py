@@ -23,6 +23,7 @@ a GPU or other processes. Exit code 0: success, 1: the program differs from the 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,13 +36,16 @@ from rich.status import Status
 from ..calibrate import FULL, QUICK, calibrate, tables
 from ..capture import find_opaque
 from ..cluster import save
-from ..compile import Outputs, write
+from ..compile import write
 from ..errors import InputError, ShardwrightError
 from ..ir import Graph
-from ..parallelize import captured_graph, cluster_size, planned
+from ..options import CompileOptions, Outputs, PipelineOptions
+from ..parallelize import captured_graph, cluster_size, planned, read_request
 from ..plan import Plan
-from ..planning import Batching
-from ..precision import NAMED
+from ..plan.request import PlanRequest, read_source
+from ..plan.search_options import SearchOptions
+from ..planning import cluster_for, training_of
+from ..precision import NAMED, read_precision
 from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
@@ -208,14 +212,18 @@ def run_plan(options: Namespace, console: Console) -> int:
         raise InputError(f"--accumulate {options.accumulate} must be at least 1 (an update after every backward)")
     size = _devices(options)
     with SearchProgress() as watching:
-        plan, captured = planned(
-            module, example=example, plan=options.plan, cluster=options.cluster or size, size=size,
-            memory=options.memory,
-            optimizer=options.optimizer, precision=options.precision, accumulate=options.accumulate,
-            inputs=options.inputs,
-            outputs=outputs, opaque=options.opaque, seconds=options.seconds, constraints=options.constraints,
-            progress=watching, stop=watching.stopped, microbatches=options.microbatches,
+        search = SearchOptions(
+            seconds=math.inf if options.seconds is None else options.seconds, microbatches=options.microbatches,
+            data_only=options.inputs == "per_replica", progress=watching, stop=watching.stopped,
         )  # fmt: skip
+        exact = read_precision(options.precision)
+        request = read_request(
+            module, read_source(options.plan), cluster=cluster_for(options.cluster or size, size),
+            training=training_of(options.optimizer, options.accumulate, exact), memory=options.memory,
+            constraints=options.constraints, search=search,
+        )  # fmt: skip
+        compiled = CompileOptions(outputs=outputs, opaque=options.opaque)
+        plan, captured = planned(module, example, request, size, precision=exact, options=compiled)
     console.print(explain(plan, captured.graph) if options.full else explain(plan))
     if options.outputs is None and outputs == "scalars":
         console.print(ONLY_SCALARS, highlight=False)
@@ -261,17 +269,12 @@ def run_compile(options: Namespace, console: Console) -> int:
     module, (args, kwargs) = load_model(options.model, options.batch, options.seq, meta=True)
     if module.training != (options.entry == "train"):
         module.train(options.entry == "train")
-    compiled = compile_program(
-        find_opaque(module, options.opaque), args, kwargs, options.plan, _devices(options), batching=_batching(options)
-    )
+    request = PlanRequest.read(options.plan, options=SearchOptions(microbatches=options.microbatches))
+    compiled = compile_program(find_opaque(module, options.opaque), args, kwargs, request, _devices(options))
     for program, text in zip(compiled.programs, compiled.texts, strict=True):
         path, lines = write(text, options.output, program), len(text.splitlines())
         console.print(f"{path}: {lines} lines for {program.devices} devices", highlight=False, soft_wrap=True)
     return 0
-
-
-def _batching(options: Namespace) -> Batching:
-    return Batching(microbatches=options.microbatches)
 
 
 def run_verify(options: Namespace, console: Console) -> int:
@@ -283,8 +286,8 @@ def run_verify(options: Namespace, console: Console) -> int:
     report = verify(
         module, options.plan, example=example, dtype=dtype, precision=options.precision, steps=options.steps,
         optimizer=options.optimizer, tolerance=options.tolerance, size=size, method="threads",
-        entries=("train", "eval") if options.eval else ("train",), opaque=options.opaque,
-        microbatches=options.microbatches,
+        entries=("train", "eval") if options.eval else ("train",), compile=CompileOptions(opaque=options.opaque),
+        pipeline=PipelineOptions(microbatches=options.microbatches),
     )  # fmt: skip
     console.print(report)
     if not report.passed and options.trace:
@@ -334,12 +337,12 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
 def _devices(options: Namespace) -> int:
     """The number of devices: the plan's, that of --devices, or all of the cluster."""
     if options.plan != "auto":
-        ranks = ranks_of(options.plan)
+        ranks = ranks_of(read_source(options.plan))
         if options.devices is not None and options.devices != ranks:
             raise InputError(f"--devices {options.devices} does not fit --plan {options.plan}, which is for {ranks}")
         return ranks
     named = options.get("cluster")
-    return options.devices or (cluster_size(named, "auto") if named is not None else 1)
+    return options.devices or (cluster_size(named, read_source("auto")) if named is not None else 1)
 
 
 __all__ = ["load_model", "main", "resize_batch"]

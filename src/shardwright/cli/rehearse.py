@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.status import Status
 
 from ..errors import InputError
+from ..options import CompileOptions
 from ..precision import NAMED
 from ..rehearse import rehearse
 from .models import MODEL, load_model
@@ -45,8 +46,11 @@ def run_rehearse(options: Namespace, console: Console) -> int:
     with Status("rehearsing", console=Console(stderr=True)):
         rehearsal = rehearse(
             options.plan, module, example=example, precision=options.precision, steps=options.steps,
-            outputs=options.outputs or ("scalars" if options.model.startswith("hf:") else "all"),
-            directory=options.output, optimizer=options.optimizer, opaque=options.opaque,
+            optimizer=options.optimizer,
+            compile=CompileOptions(
+                outputs=options.outputs or ("scalars" if options.model.startswith("hf:") else "all"),
+                directory=options.output, opaque=options.opaque,
+            ),
         )  # fmt: skip
     console.print(rehearsal)
     return 0 if rehearsal.passed else 1

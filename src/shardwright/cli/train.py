@@ -13,18 +13,19 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from torch import distributed as dist
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from ..errors import InputError, ShardwrightError
 from ..train import Trainer
-from ..train.config import Keys, check_config, explained, read_config
+from ..train.config import Keys, check_config, check_overrides, explained, read_config
+from ..train.options import MOVED_IN_TRAINER
 from ..train.setup import seed_everything
 
 MODES = ("fit", "validate", "compile", "profile")
@@ -33,7 +34,6 @@ MODES = ("fit", "validate", "compile", "profile")
 TYPES: dict[str, tuple[Any, Any]] = {
     "train_data": (Dataset, ...),
     "val_data": (Dataset | None, None),
-    "sampler": (Callable[[Dataset], Sampler] | None, None),
     "plan": (str, "auto"),
     "precision": (str | dict[str, Any] | None, None),
 }
@@ -59,7 +59,8 @@ def _run(argv: Sequence[str]) -> int:
     known = keys_of(Trainer.__init__, "mode")
     configs = [read_config(file) for file in files]
     for config in configs:
-        check_config(config, known)
+        check_config(config, known, MOVED_IN_TRAINER)
+    check_overrides(overrides, MOVED_IN_TRAINER)
     try:
         options = parser.parse_args([*(f"--config={file}" for file in files), *overrides])
     except ArgumentError as error:
@@ -126,11 +127,15 @@ def train_parser() -> ArgumentParser:
 
 def keys_of(function: Any, *more: str) -> Keys:
     """The keys of a config file: the arguments of a function, and the fields of those that are dataclasses."""
-    hints = get_type_hints(function)
-    keys: dict[str, Any] = dict.fromkeys(more)
-    for name in inspect.signature(function).parameters:
-        kinds = [kind for kind in (hints.get(name), *get_args(hints.get(name))) if is_dataclass(kind)]
-        keys[name] = {field.name: None for kind in kinds for field in fields(kind)} or None
-    keys.pop("self", None)
+    keys = {**dict.fromkeys(more), **_keys_below(get_type_hints(function))}
+    keys.pop("return", None)
     keys["plan"] = None
+    return keys
+
+
+def _keys_below(hints: Mapping[str, Any]) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for name, hint in hints.items():
+        kinds = [kind for kind in (hint, *get_args(hint)) if is_dataclass(kind) and isinstance(kind, type)]
+        keys[name] = {key: below for kind in kinds for key, below in _keys_below(get_type_hints(kind)).items()} or None
     return keys

@@ -11,18 +11,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..ir import Graph
 from ..plan import Plan
-from ..planning import PlanLike
+from ..plan.request import PlanFile, PlanSource, source_name
 from ..runtime import world
 from ..runtime.collectives import objects
 from ..runtime.model.inputs import PLAIN
 from ..runtime.optimizer.adopt import several
+from ..runtime.world import World
 from .files import Generated
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def check_settings(compiler: Compiler) -> None:
     objects.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
 
 
-def check_programs(compiler: Compiler, graph: Graph, plan: Plan, generated: Sequence[Generated]) -> None:
+def check_programs(here: World, graph: Graph, plan: Plan, generated: Sequence[Generated]) -> None:
     """Raise on all ranks if they have compiled different things. All ranks must call it."""
-    if compiler.world.size == 1:
+    if here.size == 1:
         return
     programs = [program.program.title or "program" for program in generated]
     analysis = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
@@ -66,23 +66,25 @@ def versions() -> dict[str, str]:
 
 def settings_of(compiler: Compiler) -> dict[str, str]:
     """The options of a compiled model by their names in `parallelize`. Where files are written may differ."""
-    options, batching = compiler.setting and compiler.setting.options, compiler.batching
-    settings: Mapping[str, object] = {
-        "plan": plan_name(compiler.requested),
-        "inputs": compiler.mode,
-        "outputs": compiler.outputs,
-        "precision": compiler.precision,
-        "microbatches": batching.microbatches,
-        "microbatch_semantics": "local" if batching.local else "global",
-        "backward": compiler.backward,
-        "memory": options and options.memory,
-        "seed": compiler.random.seed,
-        "unbatched": compiler.call_inputs.unbatched,
+    settings, options = compiler.settings, compiler.settings.request.options
+    stated: Mapping[str, object] = {
+        "plan": plan_name(settings.request.source),
+        "inputs": settings.inputs,
+        "compile.outputs": settings.outputs,
+        "precision": settings.precision,
+        "pipeline.microbatches": options.microbatches,
+        "pipeline.semantics": "local" if options.local else "global",
+        "pipeline.backward": settings.backward,
+        "memory": options.memory,
+        "seed": settings.seed,
+        "compile.unbatched": compiler.call_inputs.unbatched,
         "SHARDWRIGHT_COMPARE_INPUTS": world.compare_every(),
-        **compiler.stated,
+        "accumulate": settings.accumulate,
+        "reduction": settings.reduction,
+        "compile.opaque": settings.opaque,
         **_optimizer_options(several(compiler.optimizer)),
     }
-    return {name: str(value) for name, value in settings.items()}
+    return {name: str(value) for name, value in stated.items()}
 
 
 def _optimizer_options(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
@@ -96,14 +98,14 @@ def _optimizer_options(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str,
     return options
 
 
-def plan_name(plan: PlanLike) -> str:
+def plan_name(source: PlanSource) -> str:
     """A plan as somebody asked for it; a file by what is in it, since its path may differ."""
-    if isinstance(plan, Plan):
-        return f"{plan.policy} {bare(plan).name}"
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
-        path = Path(plan)
+    if isinstance(source, Plan):
+        return f"{source.policy} {bare(source).name}"
+    if isinstance(source, PlanFile):
+        path = source.path
         return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path.exists() else 'missing'}"
-    return plan if isinstance(plan, str) else getattr(plan, "__qualname__", type(plan).__name__)
+    return source_name(source)
 
 
 def bare(plan: Plan) -> Plan:

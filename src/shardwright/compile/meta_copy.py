@@ -23,8 +23,8 @@ from ..errors import CaptureError
 from ..frozen_values import ABSENT, freeze
 from ..runtime.model.fixed_buffers import FixedBuffer
 from ..runtime.model.guards import SLOTS
-from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.model.pinned import HOOKS
+from ..runtime.model.specialization import ModelCall, RankState
 from ..runtime.parameters.sharded import Untouched
 
 
@@ -53,16 +53,17 @@ def thaw(skeleton: nn.Module, module: nn.Module, trainable: set[int]) -> set[int
     return trainable
 
 
-def mask_facts(module: nn.Module | None, model: ParallelModel, unpadded: bool) -> MaskFacts:
+def mask_facts(original: nn.Module | None, call: ModelCall) -> MaskFacts:
     """The values of buffers, as all ranks have them: those of a pipeline's stages are apart once it runs."""
-    if module is not None:
-        return MaskFacts(buffers=dict(module.named_buffers(remove_duplicate=False)), unpadded=unpadded)
-    apart = model.plan is None or model.plan.is_pipeline
-    return MaskFacts(buffers={} if apart else model._ready().buffers, unpadded=unpadded)
+    if original is not None:
+        return MaskFacts(buffers=dict(original.named_buffers(remove_duplicate=False)), unpadded=call.unpadded)
+    if call.state is None or call.plan is None or call.plan.is_pipeline:
+        return MaskFacts(unpadded=call.unpadded)
+    return MaskFacts(buffers=call.state.buffers, unpadded=call.unpadded)
 
 
-def fixed_buffers(model: ParallelModel, captured: CapturedGraph) -> list[FixedBuffer]:
-    return [FixedBuffer(key, model._ready().buffers.get) for key in captured.fixed_buffers]
+def fixed_buffers(state: RankState, captured: CapturedGraph) -> list[FixedBuffer]:
+    return [FixedBuffer(key, state.buffers.get) for key in captured.fixed_buffers]
 
 
 def signature(module: nn.Module, alive: dict[int, Any]) -> list[Hashable]:

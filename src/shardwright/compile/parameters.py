@@ -14,7 +14,7 @@ from ..layout import Mesh
 from ..rules.replica_axes import replica_axes
 from ..runtime.algorithms.random import Randomness
 from ..runtime.collectives import objects
-from ..runtime.model.parallel_model import RankState
+from ..runtime.model.specialization import RankState
 from ..runtime.parameters.full_tensors import compute_dtype, coordinates, shard_tensor, true_dtype
 from ..runtime.parameters.gradient_sync import GradientSync
 from ..runtime.parameters.hooks import take_hooks

@@ -10,8 +10,8 @@ from ..capture import CapturedGraph
 from ..ir import Graph
 from ..plan.lowering import ModelOutput, PipelinePrograms, StageTransfer
 from ..plan.pipeline import schedule_of
-from ..runtime.model.parallel_model import RankState
 from ..runtime.model.program import Program
+from ..runtime.model.specialization import RankState
 from ..runtime.pipeline import PipelineOutput, PipelineSpec, PlacedStage, StageCrossing
 from ..runtime.world import Moment, World
 from ..schedule import check, with_prologue

@@ -14,9 +14,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compile import CompilerSettings
 from ..compiled_parts import replace_parts
 from ..errors import InputError
-from ..parallelize import GENERATED, parallelize
+from ..options import GENERATED, CompileOptions, expect_only, read_options
+from ..parallelize import parallelize
+from ..plan.request import PlanRequest
+from ..runtime.model.access import show_again
 from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.optimizer.adopt import adopt
 from ..runtime.world import start
@@ -99,7 +103,7 @@ class CompiledSteps:
             parent, _, name = path.rpartition(".")
             slots: Any = module.get_submodule(parent)._modules
             slots.put(name, metric.to(self._device))
-        model._parts = list(model.modules())
+        show_again(model)
         vars(module)["forward"] = lambda *args, **kwargs: self._call("forward", (args, kwargs), {})
 
     @contextmanager
@@ -121,15 +125,17 @@ class CompiledParts:
         self, module: LightningModule, optimizers: Sequence[Optimizer], parts: Any, options: Mapping[str, Any]
     ) -> None:
         self.module, self.options = module, options
-        strange = sorted(set(options) - {"plan", "inputs", "seed", "directory", "opaque"})
+        strange = sorted(set(options) - {"plan", "inputs", "seed", "compile"})
         if strange:
             raise InputError(f"{', '.join(strange)}: only for compiled steps, not for parts=")
+        compile = read_options(CompileOptions, options.get("compile"))
+        expect_only(compile, ("directory", "opaque"), "parts=", "it is only for compiled steps")
         _untoggle_what_was_compiled_meanwhile(module)
-        replace_parts(
-            module, optimizers, parts, options["plan"], start(), options["inputs"], accumulate=1,
-            seed=options.get("seed", 0), directory=Path(options.get("directory", GENERATED)),
-            opaque=options.get("opaque", "marked"),
+        settings = CompilerSettings(
+            request=PlanRequest.read(options["plan"]), inputs=options["inputs"], opaque=compile.opaque,
+            seed=options.get("seed", 0), directory=Path(compile.directory or GENERATED),
         )  # fmt: skip
+        replace_parts(module, optimizers, start(), settings, parts)
 
     @property
     def model(self) -> nn.Module:

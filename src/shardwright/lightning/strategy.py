@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from ..checkpoint import load_weights
 from ..compile import count_replicas
 from ..compiled_parts import Parts
 from ..errors import InputError
-from ..planning import PlanLike
+from ..options import MOVED, CompileOptions, check_moved, expect_only, read_options
+from ..plan.request import PlanLike, read_source
 from ..runtime.model.inputs import Mode
 from ..runtime.world import backend_for, here
 from . import checkpoints
@@ -58,7 +60,7 @@ class ShardwrightStrategy(ParallelStrategy):
     weights     values of parameters on meta: by the path of a submodule, "" for the module, a
                 safetensors file or a Hugging Face folder
     timeout     of the process group
-    options     further keyword arguments of sw.parallelize: cluster, memory, constraints, microbatches, ...
+    options     further keyword arguments of sw.parallelize: cluster, memory, constraints, pipeline, compile, ...
     """
 
     def __init__(
@@ -66,6 +68,10 @@ class ShardwrightStrategy(ParallelStrategy):
         weights: Mapping[str, str | Path] | None = None, timeout: timedelta | float = 600.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_moved(list(options), MOVED, "ShardwrightStrategy")
+        own = [field.name for field in fields(CompileOptions) if field.name not in ("parts", "timeout")]
+        compile = read_options(CompileOptions, options.get("compile"))
+        expect_only(compile, own, "ShardwrightStrategy", "it has an argument of this name")
         self._options = {"plan": plan, "inputs": inputs, **options}
         self._parts, self._example, self._weights = parts, example, dict(weights or {})
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -226,7 +232,7 @@ class ShardwrightStrategy(ParallelStrategy):
             return (0, 1) if inputs == "global" else (self.global_rank, self.world_size)
         known = self.compiled.data_place() if self.compiled is not None else None
         if known is None:  # only an example is loaded: its batch size is what counts
-            known = 0, count_replicas(self._options["plan"], here())
+            known = 0, count_replicas(read_source(self._options["plan"]), here().size)
         return known
 
     def barrier(self, name: str | None = None) -> None:
@@ -280,7 +286,7 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of this rank's shards; a checkpoint is written from the optimizer itself."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return inner.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -300,8 +300,8 @@ class Placer:
         if layout.shard_of(MB) is not None:
             raise LoweringError(
                 f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
-                f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
-                "name those that have none: parallelize(..., unbatched=[...])"
+                f"{parameter.key} {value.shape} has that dim too; use PipelineOptions(microbatches=1), pass "
+                "inputs with a batch dim, or name those that have none: CompileOptions(unbatched=[...])"
             )
         layout = self._stored_as(parameter)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum

@@ -106,8 +106,9 @@ def check_time(program: LoweredProgram) -> LoweredProgram:
     if MB in program.mesh.sizes:
         raise_all(
             LoweringError,
-            "the batch can't be cut into microbatches, since these need the whole of it (use microbatches=1, or "
-            'microbatch_semantics="local" to train as if each microbatch were a batch of its own):',
+            "the batch can't be cut into microbatches, since these need the whole of it (use "
+            'PipelineOptions(microbatches=1), or semantics="local" there to train as if each microbatch were a batch '
+            "of its own):",
             list(dict.fromkeys(_needing(program))),
         )
     return program

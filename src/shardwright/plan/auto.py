@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ from .outcomes import mesh_outcomes
 from .plan import Plan
 from .problem_structure import ProblemStructure
 from .search import Solution, relax, solve
+from .search_options import SearchOptions
 from .spaces import ChoiceSpaces
 from .storage_options import StoragePricing
 from .tables import Tables
@@ -52,40 +53,6 @@ ROUGH = 0.05
 
 REFILLS, WORTH = 2, 0.02
 """How often a mesh is solved again with less in reserve, and the fraction of the memory that has to be at stake."""
-
-Progress = Callable[[str, float], None]
-"""Called with the mesh being tried, and the best time so far in seconds (infinity if there is none)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """Options of the search.
-
-    memory        memory limit of a device in bytes; None: what the cluster's devices have, less the margin
-    recompute     whether activation checkpointing is allowed
-    seconds       time limit of the search
-    aim           the relative gap at which a mesh counts as solved
-    slack         the relative gain below which another mesh is not tried
-    data_only     every axis splits the batch
-    pipelines     whether pipelines are searched too
-    microbatches  the number of microbatches, if it is fixed
-    local         each microbatch is a batch of its own, and the graph is that of one
-    stop          returns True to end the search with the best so far
-    constraints   what every plan has to satisfy
-    """
-
-    memory: float | None = None
-    recompute: bool = True
-    seconds: float = math.inf
-    aim: float = 0.002
-    slack: float = 0.005
-    data_only: bool = False
-    pipelines: bool = True
-    microbatches: int | None = None
-    local: bool = False
-    stop: Callable[[], bool] | None = None
-    constraints: Constraints = field(default_factory=Constraints)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeshResult:
@@ -148,15 +115,13 @@ def search(
     options: SearchOptions | None = None,
     *,
     size: int | None = None,
-    progress: Progress | None = None,
     like: SearchContext | None = None,
 ) -> SearchResult:
     """The best plan for a graph on a cluster. Raises NothingFits where there is none.
 
     `like`: the context of an earlier search of the same graph, reused as far as possible.
     """
-    report = progress or (lambda what, best: None)
-    return _MeshSearch(analysis, cluster, training, options or SearchOptions(), size, report, like).run()
+    return _MeshSearch(analysis, cluster, training, options or SearchOptions(), size, like).run()
 
 
 class NothingFits(PlanError):
@@ -179,10 +144,10 @@ class _MeshSearch:
 
     def __init__(
         self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, options: SearchOptions,
-        size: int | None, progress: Progress, like: SearchContext | None = None,
+        size: int | None, like: SearchContext | None = None,
     ) -> None:  # fmt: skip
         self.analysis, self.cluster, self.training = analysis, cluster, training
-        self.options, self.progress = options, progress
+        self.options = options
         self.size, self.began = size, time.monotonic()
         self.constraints = with_memory(options.constraints, options.memory, cluster, training)
         self.frame = self._frame(self.constraints, like)
@@ -210,7 +175,7 @@ class _MeshSearch:
             bound = relax(tables.problem()) if tables is not None else math.inf
             if tables is not None and bound < math.inf:
                 results.append(MeshResult(candidate=candidate, bound=bound, plain=tables, tables=tables))
-            self.progress(f"bounded {candidate}", math.inf)
+            self.options.report(f"bounded {candidate}", math.inf)
             if self.late() and results:
                 stopped = True
                 break
@@ -222,7 +187,8 @@ class _MeshSearch:
                 stopped = True
                 break
             results[at] = self._fit(results[at])
-            self.progress(f"solved {results[at].candidate}", self.best.time if self.best is not None else math.inf)
+            best = self.best.time if self.best is not None else math.inf
+            self.options.report(f"solved {results[at].candidate}", best)
         if self.best is None:
             self._fit_beyond(results, order)
         if self.best is None:

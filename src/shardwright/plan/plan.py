@@ -71,7 +71,7 @@ class Plan:
     microbatches: int = 1
     schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
     steps: Mapping[str, Any] | None = None  # a custom schedule in full, as `Schedule.to_json` says it
-    local: bool = False  # each microbatch is a batch of its own (microbatch_semantics="local")
+    local: bool = False  # each microbatch is a batch of its own (PipelineOptions(semantics="local"))
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
     made_for: Cluster | None = field(default=None, compare=False, repr=False)  # prices reshards; not in the file

@@ -48,7 +48,7 @@ def _no_batch(graph: Graph) -> str:
         return f"a batch of {graph.batch} can't be" if shapes else "the model has no tensors as inputs"
     return (
         f"the inputs have no common batch dim that their sizes tell ({shapes}); name those that have none: "
-        "unbatched=['mask']"
+        "CompileOptions(unbatched=['mask'])"
     )
 
 

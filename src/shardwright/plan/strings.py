@@ -71,6 +71,14 @@ class PolicyRequest:
                 return subaxes(axis, sizes)
         return (axis,)
 
+    def check_size(self, world: int) -> None:
+        """Refuse another number of devices than the request is for."""
+        if self.size != world:
+            raise PlanError(
+                f"the plan '{self}' is for {self.size} devices, but there are {world} processes; "
+                f"start {self.size} (torchrun --nproc-per-node={self.size}) or change the plan"
+            )
+
     def like(self, mesh: Mesh) -> PolicyRequest:
         """The same request, with its axes refined as those of a mesh are."""
         sizes_of: dict[str, list[int]] = {}
@@ -112,8 +120,8 @@ def axis_name(policy: str, used: Iterable[str]) -> str:
     return policy if name in tuple(used) else name
 
 
-def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...] = KNOWN) -> PolicyRequest:
-    """Read a plan string; `world` is the number of devices that it must come out at."""
+def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyRequest:
+    """Read a plan string."""
     parts: list[tuple[str, Axis]] = []
     items = text.replace(" ", "").split(",")
     stages: tuple[int, ...] = ()
@@ -144,11 +152,6 @@ def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...
         parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule
     )
     _check_stages(text, request)
-    if world is not None and request.size != world:
-        raise PlanError(
-            f"the plan {text!r} is for {request.size} devices, but there are {world} processes; "
-            f"start {request.size} (torchrun --nproc-per-node={request.size}) or change the plan"
-        )
     return request
 
 

@@ -15,11 +15,10 @@ It can't show whether the graph computes what the model does (`verify` does, at 
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,17 +26,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..capture import CapturedGraph, capture, cast, casting, find_opaque
-from ..compile import Outputs, copy_to_meta
+from ..compile import copy_to_meta
 from ..errors import InputError, NonFiniteError
+from ..options import MOVED, CompileOptions, expect_only, read_options, refuse_moved
 from ..plan import Plan
-from ..plan.file import load as load_plan
-from ..planning import PlanLike, make_plan, only_scalars
+from ..plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name
+from ..planning import make_plan, only_scalars
 from ..precision import NAMED, PrecisionLike, read_precision
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import TOLERANCE, Report, largest
 from ..verify.original import Original
-from ..verify.parity import Reference, arguments_of, compare_plan, ranks_of
+from ..verify.parity import ComparisonOptions, Reference, arguments_of, compare_plan, ranks_of
 from ..verify.run import OPTIMIZERS, MakeOptimizer, follow
 from .result import Rehearsal
 from .small import SmallPlan, shrink
@@ -48,11 +48,11 @@ RATES = (0.1, 1e-3, 1e-6)
 BOUND = 1e8
 
 
+@refuse_moved("sw.rehearse", MOVED)
 def rehearse(
-    plan: PlanLike, model: nn.Module, *, example: Any, precision: PrecisionLike = None, outputs: Outputs = "all",
-    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", steps: int = 3, size: int | None = None,
-    directory: str | Path | None = None, seed: int = 0, timeout: float = 600.0,
-    opaque: Literal["marked", "auto"] = "marked",
+    plan: PlanLike, model: nn.Module, *, example: Any, precision: PrecisionLike = None,
+    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", steps: int = 3, size: int | None = None, seed: int = 0,
+    compile: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Rehearsal:  # fmt: skip
     """Run a plan at small sizes in this process and compare it with one device, in float64.
 
@@ -60,32 +60,35 @@ def rehearse(
     model      as planned: at its real sizes, on meta if it is large.
     example    arguments of a call at the global batch; they may be on meta too.
     precision  of the plan; default: the one the plan names.
-    outputs    as for parallelize: "scalars" if the program returns only the loss.
     steps      optimizer steps that are compared.
     size       number of devices, if the plan does not fix it (a policy function).
-    directory  where to write generated code; default: discarded.
+    compile    CompileOptions: outputs ("scalars" if the program returns only the loss), opaque and timeout, as for
+               parallelize; directory: where to write generated code, which is discarded without it.
     """
     began = time.monotonic()
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer={optimizer!r}; use {', '.join(map(repr, OPTIMIZERS))} or a function of parameters")
     if steps < 1:
         raise InputError(f"steps={steps} trains nothing; use at least 1")
-    known, captured = _read(plan, model, example, precision, outputs, size, opaque)
+    options = read_options(CompileOptions, compile)
+    expect_only(
+        options, ("directory", "outputs", "opaque", "timeout"), "sw.rehearse", "it runs a plan for a whole model"
+    )
+    source = read_source(plan)
+    known, captured = _read(source, model, example, precision, options, size)
+    name = known.policy or "a plan" if callable(source) else source_name(source)
     small = shrink(known, captured, model, pytree.tree_leaves(_ordered(captured, example)), seed)
-    report = _run(small, optimizer, steps, _name(plan, known), directory, timeout)
-    return small.result(f"{captured.graph.name}, {_name(plan, known)}", known, report, time.monotonic() - began)
+    report = _run(small, optimizer, steps, name, options)
+    return small.result(f"{captured.graph.name}, {name}", known, report, time.monotonic() - began)
 
 
 def _run(
-    small: SmallPlan, optimizer: MakeOptimizer | str, steps: int, name: str, directory: str | Path | None,
-    timeout: float,
-) -> Report:  # fmt: skip
+    small: SmallPlan, optimizer: MakeOptimizer | str, steps: int, name: str, options: CompileOptions
+) -> Report:
     """Train the small graph on one device and under its plan."""
-    reference = _reference(small, optimizer, steps)
-    return compare_plan(
-        reference, small.plan, plan_name=name, count=small.plan.size, limit=TOLERANCE[torch.float64],
-        directory=directory, method="threads", timeout=timeout,
-    )  # fmt: skip
+    reference, request = _reference(small, optimizer, steps), PlanRequest(source=small.plan)
+    run = ComparisonOptions(limit=TOLERANCE[torch.float64], directory=options.directory, timeout=options.timeout)
+    return compare_plan(reference, request, small.plan.size, run, name=name)
 
 
 def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> Reference:
@@ -117,37 +120,37 @@ def _sgd(rate: float, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _read(
-    plan: PlanLike, model: nn.Module, example: Any, precision: PrecisionLike, outputs: Outputs, size: int | None,
-    opaque: Literal["marked", "auto"],
+    source: PlanSource, model: nn.Module, example: Any, precision: PrecisionLike, options: CompileOptions,
+    size: int | None,
 ) -> tuple[Plan, CapturedGraph]:  # fmt: skip
     """The plan, and its call."""
-    if plan == "auto":
+    if isinstance(source, AutoPlan):
         raise InputError('rehearse needs an existing plan: a file, a Plan, or a string such as "dp=64,tp=8"; '
                          "make one with shardwright plan -o plan.json")  # fmt: skip
-    exact = read_precision(_precision_of(plan) if precision is None else precision)
+    exact = read_precision(_precision_of(source) if precision is None else precision)
     args, kwargs = arguments_of(example)
-    skeleton = find_opaque(cast(copy_to_meta(model), exact), opaque)
+    skeleton = find_opaque(cast(copy_to_meta(model), exact), options.opaque)
     if not skeleton.training:
         skeleton.train()
     with casting(skeleton, exact):
         captured = capture(skeleton, args, kwargs, entry="train", real=lambda: (model, args, kwargs))
-    if outputs == "scalars":
+    if options.outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     graph = captured.graph
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
-        return load_plan(plan, graph), captured
-    if isinstance(plan, Plan):
-        return plan, captured
+    if isinstance(source, PlanFile):
+        return source.load(graph), captured
+    if isinstance(source, Plan):
+        return source, captured
     analysis = analyse(graph, probing(captured.functions))
-    return make_plan(graph, analysis, plan, size or ranks_of(plan)), captured
+    return make_plan(graph, analysis, PlanRequest(source=source), size or ranks_of(source)), captured
 
 
-def _precision_of(plan: PlanLike) -> str | None:
+def _precision_of(source: PlanSource) -> str | None:
     """The precision that a plan names."""
-    if isinstance(plan, Plan):
-        predicted = plan.predicted
-    elif isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
-        predicted = json.loads(Path(plan).read_text()).get("predicted", {})
+    if isinstance(source, Plan):
+        predicted = source.predicted
+    elif isinstance(source, PlanFile):
+        predicted = source.data.get("predicted", {})
     else:
         return None
     names = (cost.get("for", {}).get("precision") for cost in predicted.values())
@@ -158,9 +161,3 @@ def _ordered(captured: CapturedGraph, example: Any) -> tuple[tuple[Any, ...], di
     """The arguments of a call in capture order."""
     args, kwargs = arguments_of(example)
     return args, {name: kwargs[name] for name in captured.keywords}
-
-
-def _name(plan: PlanLike, known: Plan) -> str:
-    if isinstance(plan, str | Path):
-        return str(plan)
-    return known.policy or "a plan"

@@ -151,7 +151,7 @@ def _check(plan: Plan, graph: Graph) -> None:
                         f"{', '.join(plan.entries)}")  # fmt: skip
     if plan.local:
         raise PlanError(
-            'a plan for microbatch_semantics="local" has no rehearsal: it does not compute what one device does'
+            'a plan for PipelineOptions(semantics="local") has no rehearsal: it does not compute what one device does'
         )
     if graph.branches:
         op = next(op for op in graph.ops if op.target in ("call.cond", "call.scan", "call.while_loop"))

@@ -9,7 +9,7 @@ from .ema_callback import EMACallback
 from .faults import CheckReplicas, NonFinite, StopOnSignal
 from .loggers import ConsoleLogger, CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from .loop import Progress
-from .options import Checkpoints, LoaderOptions, Profile
+from .options import Checkpoints, LoaderOptions, LoggingOptions, OptimizationOptions, Profile, ValidationOptions
 from .trainer import Trainer
 
 __all__ = [
@@ -23,12 +23,15 @@ __all__ = [
     "LearningRateMonitor",
     "LoaderOptions",
     "Logger",
+    "LoggingOptions",
     "MLflowLogger",
     "NonFinite",
+    "OptimizationOptions",
     "Profile",
     "Progress",
     "StopOnSignal",
     "TensorBoardLogger",
     "Trainer",
+    "ValidationOptions",
     "WandbLogger",
 ]

@@ -80,23 +80,30 @@ def _places(node: Any, route: Route) -> Iterator[tuple[Route, int]]:
 # -- what is wrong in it ---------------------------------------------------------------------------
 
 
-def check_config(config: Config, known: Keys) -> None:
-    """Refuse a file with keys that nobody knows, keys that stand twice, and classes that can't be imported."""
+def check_config(config: Config, known: Keys, moved: Mapping[str, str]) -> None:
+    """Refuse a file with keys that nobody knows, keys that stand twice, and classes that can't be imported.
+
+    `moved` are the keys that used to stand at the top, with their new places.
+    """
     faults = [f"{config.at(route)}: {dotted_key(route)} stands twice" for route in config.twice]
-    faults += _unknown(config, config.values, known, ())
+    faults += _unknown(config, config.values, known, moved)
     faults += _classes(config, config.values, ())
     raise_all(InputError, f"{config.path} can't be run:", faults)
 
 
-def _unknown(config: Config, values: Mapping[str, Any], known: Keys, route: Route) -> list[str]:
+def _unknown(
+    config: Config, values: Mapping[str, Any], known: Keys, moved: Mapping[str, str], route: Route = ()
+) -> list[str]:
     faults = []
     for key, value in values.items():
         inner = (*route, key)
         below = known.get(key)
-        if key not in known:
+        if key in moved:
+            faults.append(f"{config.at(inner)}: {key} is now {moved[key]}")
+        elif key not in known:
             faults.append(f"{config.at(inner)}: there is no setting {dotted_key(inner)}{meant(str(key), known)}")
         elif below is not None and isinstance(value, dict) and CLASS not in value:
-            faults += _unknown(config, value, below, inner)
+            faults += _unknown(config, value, below, {}, inner)
     return faults
 
 
@@ -199,10 +206,21 @@ _EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|typing\.(Literal\[[^\
 _GOT = re.compile(r"(?:Got|Given) value: (.+)")
 
 
+def check_overrides(overrides: Sequence[str], moved: Mapping[str, str]) -> None:
+    """Refuse settings on the command line that have moved, with their new places."""
+    words = [word.partition("=")[0].removeprefix("--") for word in overrides if word.startswith("--")]
+    faults = []
+    for word in words:
+        key, dot, rest = word.rstrip("+").partition(".")
+        if key in moved:
+            faults.append(f"--{word} is now --{moved[key]}{dot}{rest}")
+    raise_all(InputError, "on the command line:", faults)
+
+
 def explained(message: str, configs: Sequence[Config], known: Keys, overrides: Sequence[str] = ()) -> str:
     """What jsonargparse says is wrong, with the line where it stands, and the nearest that is known.
 
-    `given` is what was said on the command line, beside files.
+    `overrides` are the settings on the command line, beside files.
     """
     strange, missing = _STRANGE.search(message), _MISSING.search(message)
     if strange:

@@ -104,12 +104,11 @@ def updates(parts: Iterator[UpdateBatch], count: int) -> Iterator[list[UpdateBat
 
 def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:
     """Samples per call of the model, over all ranks, and calls per update."""
-    for name, value in (("batch_size", batch), ("micro_batch_size", micro), ("accumulate", accumulate)):
-        if value is not None and value < 1:
-            raise InputError(f"{name}={value} must be at least 1")
+    if batch is not None and batch < 1:
+        raise InputError(f"batch_size={batch} must be at least 1")
     if isinstance(data, DataLoader | Loader):
         if batch is not None or micro is not None:
-            raise InputError("the data yields batches already; leave out batch_size and micro_batch_size")
+            raise InputError("the data yields batches already; leave out batch_size and optimization.micro_batch_size")
         return None, accumulate or 1
     if batch is None and micro is None:
         raise InputError("set the global batch size: batch_size=64")
@@ -118,8 +117,8 @@ def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data:
     calls = accumulate or (batch // micro if micro is not None else 1)
     rows = micro if micro is not None else batch // calls
     if rows * calls != batch:
-        setting = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
-        if micro is not None and accumulate is not None:
-            setting += f" and accumulate={accumulate}"
+        setting = f"optimization.micro_batch_size={micro}" if micro is not None else ""
+        if accumulate is not None:
+            setting += f"{' and ' if setting else ''}optimization.accumulate={accumulate}"
         raise InputError(f"batch_size={batch} is not a multiple of the call size with {setting}")
     return rows, calls

@@ -28,7 +28,7 @@ def grouped(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[nn.Pa
         for pattern in each
         if not any(fnmatchcase(name, pattern) for name in named)
     ]
-    raise_all(InputError, "parameter_groups:", faults)
+    raise_all(InputError, "optimization.parameter_groups:", faults)
     rest: list[nn.Parameter] = []
     matched: list[list[nn.Parameter]] = [[] for _ in groups]
     for name, parameter in named.items():
@@ -45,7 +45,7 @@ def _patterns(group: Mapping[str, Any], number: int) -> list[str]:
     patterns = group.get("match")
     if not patterns or "params" in group:
         raise InputError(
-            f"parameter_groups[{number}] needs a pattern: {{match: '*.bias', weight_decay: 0.0}}; it has "
+            f"optimization.parameter_groups[{number}] needs a pattern: {{match: '*.bias', weight_decay: 0.0}}; it has "
             f"{', '.join(group) or 'nothing'}"
         )
     return [patterns] if isinstance(patterns, str) else list(patterns)

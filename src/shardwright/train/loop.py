@@ -94,8 +94,8 @@ class TrainingLoop:
     def _between(self) -> bool:
         """Validation and a checkpoint after an update, if due. Returns whether to stop."""
         trainer, step = self.trainer, self.trainer.progress.step
-        stop = trainer.agreement.answer() > 0
-        due = trainer.val_source is not None and trainer.val_every is not None and step % trainer.val_every == 0
+        stop, every = trainer.agreement.answer() > 0, trainer.validation.every
+        due = trainer.val_source is not None and every is not None and step % every == 0
         better = self._validated() if due else False
         kept = trainer.checkpoints
         if kept is not None and (better or (kept.every is not None and step % kept.every == 0)):
@@ -106,9 +106,9 @@ class TrainingLoop:
 
     def _end_of_epoch(self, epoch: int) -> None:
         trainer, kept = self.trainer, self.trainer.checkpoints
-        if trainer.scheduler_every == "epoch":
+        if trainer.optimization.scheduler_every == "epoch":
             self._move_schedule()
-        every = trainer.val_every_epochs
+        every = trainer.validation.every_epochs
         due = trainer.val_source is not None and every is not None and (epoch + 1) % every == 0
         due = due and trainer.progress.val_step != trainer.progress.step
         better = self._validated() if due else False
@@ -149,7 +149,7 @@ class TrainingLoop:
         progress.step, progress.rows, progress.tokens = step, progress.rows + rows, progress.tokens + tokens
         trainer.meter.count(rows, tokens)
         metrics = self._log(averages) if self._is_logged(step) else {}
-        if trainer.scheduler_every == "step":
+        if trainer.optimization.scheduler_every == "step":
             self._move_schedule()
         trainer.advance(step)
         trainer.fire("on_step_end", step, metrics, outputs)
@@ -189,7 +189,7 @@ class TrainingLoop:
 
     def weights(self, parts: Sequence[UpdateBatch]) -> list[float]:
         """The weight of each batch's loss in the update."""
-        if self.trainer.reduction == "sum":
+        if self.trainer.optimization.reduction == "sum":
             return [1.0] * len(parts)
         if len(parts) == 1:
             return [1.0]
@@ -198,7 +198,7 @@ class TrainingLoop:
     def counts(self, parts: Sequence[UpdateBatch]) -> list[float]:
         """The samples of each batch, or its labels that are not ignored, over all ranks."""
         trainer = self.trainer
-        if trainer.reduction != "token":
+        if trainer.optimization.reduction != "token":
             return [float(part.rows) for part in parts]
         label_counts = torch.stack([count_labels_in(part.batch) for part in parts]).double().cpu()
         if any(part.shares > 1 for part in parts):  # ranks of one replica share their count
@@ -210,10 +210,10 @@ class TrainingLoop:
         trainer = self.trainer
         trainer.fire("before_clip")
         self._norm = None
-        if trainer.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(trainer.model.parameters(), trainer.clip_value)
-        if trainer.clip_norm is not None:
-            self._norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.clip_norm)
+        if trainer.optimization.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(trainer.model.parameters(), trainer.optimization.clip_value)
+        if trainer.optimization.clip_norm is not None:
+            self._norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.optimization.clip_norm)
         trainer.fire("after_clip", self._norm)
 
     def _move_schedule(self) -> None:
@@ -225,7 +225,7 @@ class TrainingLoop:
 
     def _is_logged(self, step: int) -> bool:
         trainer = self.trainer
-        return step % trainer.log_every == 0 or step in (1, trainer.last_step)
+        return step % trainer.logging.every == 0 or step in (1, trainer.last_step)
 
     def _log(self, averages: dict[str, Tensor]) -> dict[str, float]:
         """Log before the scheduler steps, so that the learning rate is that of the step."""
@@ -279,7 +279,7 @@ class TrainingLoop:
         trainer = self.trainer
         outputs, counts = [], []
         batches = trainer.val_batches_anew()
-        for number, part in enumerate(islice(update_batches(batches, trainer.model), trainer.val_batches)):
+        for number, part in enumerate(islice(update_batches(batches, trainer.model), trainer.validation.batches)):
             part = self._here(part)
             batch = part.batch
             trainer.model.pass_whole(part.whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 from ..cluster import find as find_cluster
 from ..compile import count_replicas, write
 from ..errors import ClusterError, InputError, PlanError
-from ..parallelize import cluster_size, parallelize, planned
+from ..options import PipelineOptions
+from ..parallelize import cluster_size, parallelize, planned, read_request
 from ..plan import Plan
-from ..planning import Batching, cluster_here, training_of
+from ..plan.request import AutoPlan, PlanRequest, PlanSource, read_source
+from ..plan.search_options import SearchOptions
+from ..planning import cluster_for, cluster_here, training_of
 from ..precision import read_precision
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
@@ -32,6 +35,7 @@ from .model_with_loss import with_loss
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+SETTINGS = (__package__, PipelineOptions.__module__)  # whose dataclasses are settings
 LONG = 20  # a longer list is data, not a setting
 
 
@@ -64,50 +68,52 @@ def module_of(trainer: Trainer) -> nn.Module:
 def compile_model(trainer: Trainer) -> CompiledTraining:
     """Compile for the ranks of this run."""
     module, world = module_of(trainer), trainer.world
-    optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
+    optimizer = trainer.make_optimizer(grouped(module, trainer.optimization.parameter_groups))
     dtype = arithmetic(module, trainer.precision)
-    shares = (
-        count_replicas(trainer.plan, world) if trainer.inputs == "per_replica" else 1
-    )  # replicas that pass their own samples
+    source = read_source(trainer.plan)
+    shares = count_replicas(source, world.size) if trainer.inputs == "per_replica" else 1  # which pass their samples
     batch = move_to(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
-        constraints=trainer.constraints, microbatches=trainer.microbatches,
-        microbatch_semantics=trainer.microbatch_semantics, inputs=trainer.inputs, outputs=trainer.outputs,
-        accumulate=trainer.accumulate, seed=trainer.seed, directory=trainer.run.generated, opaque=trainer.opaque,
-        precision=trainer.precision, unbatched=trainer.unbatched,
+        constraints=trainer.constraints, precision=trainer.precision, inputs=trainer.inputs,
+        accumulate=trainer.accumulate, seed=trainer.seed, pipeline=trainer.pipeline,
+        compile=replace(trainer.compile_options, directory=trainer.run.generated),
     )  # fmt: skip
     model.sync_by_hand()
     return CompiledTraining(model=model, optimizer=optimizer, rows=samples_in(batch, model) * shares, dtype=dtype)
 
 
-def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
+def needs_ranks(source: PlanSource, cluster: str | Path) -> int | None:
     """The number of devices of a plan; None if the run decides."""
-    if plan != "auto":
-        return ranks_of(plan)
-    return None if cluster == "auto" else cluster_size(cluster, "auto")
+    if not isinstance(source, AutoPlan):
+        return ranks_of(source)
+    return None if cluster == "auto" else cluster_size(cluster, source)
 
 
 def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[Path, ...]]:
     """Plan and code for this number of devices, without a process for each."""
-    for name, only_there in (("inputs", "per_replica"), ("microbatch_semantics", "local")):
-        if getattr(trainer, name) == only_there:
+    pipeline = trainer.pipeline
+    for name, value, only_there in (
+        ("inputs", trainer.inputs, "per_replica"),
+        ("pipeline.semantics", pipeline.semantics, "local"),
+    ):
+        if value == only_there:
             raise InputError(
                 f'{name}="{only_there}" is compiled by the ranks that run; start {devices} processes with torchrun'
             )
-    module = module_of(trainer)
-    optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
+    module, source = module_of(trainer), read_source(trainer.plan)
+    optimizer = trainer.make_optimizer(grouped(module, trainer.optimization.parameter_groups))
     args, kwargs = arguments(trainer.source.example(1))
-    kind = training_of(optimizer)
-    plan, captured = planned(
-        module, example=(args, kwargs), plan=trainer.plan, size=devices,
-        cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
-        optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
-        inputs="global", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
-        constraints=trainer.constraints, microbatches=trainer.microbatches, unbatched=trainer.unbatched,
+    exact = read_precision(trainer.precision)
+    request = read_request(
+        module, source, cluster=cluster_for(devices if trainer.cluster == "auto" else trainer.cluster, devices),
+        training=training_of(optimizer, trainer.accumulate, exact),
+        memory=trainer.memory, constraints=trainer.constraints,
+        search=SearchOptions(microbatches=pipeline.microbatches),
     )  # fmt: skip
-    batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
-    compiled = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
+    options = trainer.compile_options
+    plan, captured = planned(module, (args, kwargs), request, devices, precision=exact, options=options)
+    compiled = compile_program(module, args, kwargs, PlanRequest(source=plan), devices, captured=captured)
     pairs = zip(compiled.texts, compiled.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
@@ -157,7 +163,7 @@ def _plain(value: Any) -> Any:
     if (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)
-        and type(value).__module__.startswith(__package__)
+        and type(value).__module__.startswith(SETTINGS)
     ):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple) and len(value) > LONG:

@@ -9,8 +9,9 @@ rest to `Loop`. The same from a file: `shardwright train config.yaml` (`config.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +25,11 @@ from ..checkpoint import CheckpointFolder, load_weights
 from ..checkpoint.ranks import checkpoint_ranks
 from ..data import Loader
 from ..errors import InputError, raise_all
+from ..options import CompileOptions, PipelineOptions, expect_only, read_options, refuse_moved
 from ..plan import Plan
+from ..plan.request import read_source
 from ..precision import read_precision
 from ..runtime.model.inputs import Mode
-from ..runtime.model.reduction import LossReduction, reduction_fault
 from ..runtime.world import here, start
 from .agreement import Agreement
 from .callbacks import Callback, Metrics
@@ -36,7 +38,15 @@ from .feed import BatchSource, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
 from .loop import Progress, TrainingLoop
 from .meters import Meter
-from .options import Checkpoints, LoaderOptions, Profile
+from .options import (
+    MOVED_IN_TRAINER,
+    Checkpoints,
+    LoaderOptions,
+    LoggingOptions,
+    OptimizationOptions,
+    Profile,
+    ValidationOptions,
+)
 from .profile import Profiler
 from .run import RunFolder
 from .scaling import LossScale, scale_for
@@ -64,44 +74,29 @@ class Trainer:
         loss: a function or module of (output, target), if the model does not compute its loss itself
         target: which argument is the target of `loss`, if batches are dicts and it is not called labels
         optimizer: from parameters to an optimizer: a class, or a function
-        parameter_groups: settings of some parameters, by patterns of names: {match: "*.bias", weight_decay: 0.0}
         scheduler: from the optimizer to a schedule of its learning rate
-        scheduler_every: whether the schedule moves after every step or every epoch
+        optimization: accumulation, clipping, loss scale, parameter groups: how gradients become an update
         batch_size: rows of one update, over all ranks
-        micro_batch_size: rows of one call of the model, over all ranks; smaller than batch_size to accumulate
-        accumulate: calls of the model for one update; said by the two above, or by itself
-        reduction: how the losses of an update's calls become one: their mean by rows, their sum, or their mean by
-            labels that count (not -100)
         loader: how batches are made of rows
-        sampler: from the dataset to an order of its rows, the same on all ranks; else `loader.shuffle`
         max_steps: the last step; max_epochs or this must be said
         max_epochs: the number of epochs
-        val_every: steps between two validations
-        val_every_epochs: epochs between two validations; null for none
-        val_batches: how many batches of the validation data are looked at; all if not said
-        clip_norm: the largest norm of all gradients together; inf to measure it only
-        clip_value: the largest size of an element of a gradient
+        validation: when the validation data is looked at
         plan: "auto", a plan string such as "dp=2,tp=2", or the path of a plan file
         cluster: what "auto" plans for, and whose peak MFU is of; see sw.parallelize
         memory: how much of a device's memory a plan may use, such as "70GiB"
         constraints: what "auto" has to keep to: the path of a YAML file, or a list
-        microbatches: parts of a call that go through a pipeline one after the other
-        microbatch_semantics: "global", or "local" for models that can't be cut exactly
+        pipeline: microbatches, their semantics, and when backward runs; see sw.PipelineOptions
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
-        loss_scale: the factor of losses that a run in float16 begins with
         inputs: "global": every rank loads the global batch; "per_replica": each data-parallel group its rows
-        unbatched: inputs of the model that have no batch dim, by name; see sw.parallelize
-        outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
-        opaque: "auto": submodules that can't be captured stay as they are
+        compile: which outputs leave the model (here "scalars" if not said: only numbers), which inputs have no batch
+            dim, what is not captured; see sw.CompileOptions
         seed: of everything that is drawn
         directory: the folder of the run
         resume: go on from the "last" or the "best" checkpoint of the folder, or from one at a path
         weights: begin with the weights of a safetensors file or a Hugging Face folder
         checkpoints: when the run is saved; false for never
-        loggers: where numbers go; console and CSV if not said
+        logging: where numbers go and how often, and steps to trace
         callbacks: own code at any place of the run
-        log_every: steps between two logs
-        profile: steps to trace
     """
 
     model: Any  # the compiled model, once it is set up
@@ -113,52 +108,47 @@ class Trainer:
     scale: LossScale | None
     last_step: int | None  # at which the run will end, as far as that is known
 
+    @refuse_moved("sw.Trainer", MOVED_IN_TRAINER)
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
         target: str | None = None, optimizer: OptimizerMaker = torch.optim.AdamW,
-        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None,
-        scheduler_every: Literal["step", "epoch"] = "step",
-        batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
-        reduction: LossReduction = "mean", loader: LoaderOptions | None = None,
-        sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
-        max_epochs: int | None = None, val_every: int | None = None, val_every_epochs: int | None = 1,
-        val_batches: int | None = None, clip_norm: float | None = None, clip_value: float | None = None,
+        scheduler: SchedulerMaker | None = None, optimization: OptimizationOptions | None = None,
+        batch_size: int | None = None, loader: LoaderOptions | None = None, max_steps: int | None = None,
+        max_epochs: int | None = None, validation: ValidationOptions | None = None,
         plan: str | Path | Plan = "auto", cluster: str | Path = "auto", memory: str | float | None = None,
-        constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
-        microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
-        loss_scale: float = 2.0**16,
-        inputs: Literal["global", "per_replica"] = "global", outputs: Literal["all", "scalars"] = "scalars",
-        unbatched: Sequence[str] | None = None,
-        opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
+        constraints: list[dict[str, Any]] | str | Path | None = None, pipeline: PipelineOptions | None = None,
+        precision: Any = None, inputs: Literal["global", "per_replica"] = "global",
+        compile: CompileOptions | None = None, seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
-        checkpoints: Checkpoints | bool = True, loggers: Sequence[Logger] | None = None,
-        callbacks: Sequence[Callback] = (), log_every: int = 10, profile: Profile | None = None,
+        checkpoints: Checkpoints | bool = True, logging: LoggingOptions | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:  # fmt: skip
-        self.loss_function, self.target, self.parameter_groups = loss, target, parameter_groups
-        self.make_optimizer, self.make_scheduler, self.scheduler_every = optimizer, scheduler, scheduler_every
+        self.config = described({name: value for name, value in locals().items() if name != "self"})
+        self.loss_function, self.target = loss, target
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.optimization = read_options(OptimizationOptions, optimization)
+        self.validation = read_options(ValidationOptions, validation)
+        self.logging = read_options(LoggingOptions, logging)
+        self.pipeline = read_options(PipelineOptions, pipeline)
+        self.compile_options = _with_usual(read_options(CompileOptions, compile))
         self.max_steps, self.max_epochs = max_steps, max_epochs
-        self.val_every, self.val_every_epochs, self.val_batches = val_every, val_every_epochs, val_batches
-        self.clip_norm, self.clip_value, self.reduction = clip_norm, clip_value, reduction
         self.plan, self.cluster, self.memory, self.constraints = plan, cluster, memory, constraints
-        self.microbatches, self.microbatch_semantics = microbatches, microbatch_semantics
-        self.precision, self.loss_scale = precision, loss_scale
-        self.outputs, self.opaque, self.seed = outputs, opaque, seed
+        self.precision, self.seed = precision, seed
         self.inputs: Mode = inputs
-        self.unbatched = unbatched
         self.resume, self.weights = resume, weights
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
-        self.log_every = log_every
         self.original: nn.Module | None = model
-        self.config = described({name: value for name, value in locals().items() if name != "self"})
         self._check()
-        rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
-        options = loader or LoaderOptions()
+        sizes = self.optimization.micro_batch_size, self.optimization.accumulate
+        rows, self.accumulate = sizes_of(batch_size, *sizes, train_data)
+        options = read_options(LoaderOptions, loader)
         self.source = BatchSource(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
-                             sampler=sampler)  # fmt: skip
+                             sampler=options.sampler)  # fmt: skip
         self.val_source = None if val_data is None else BatchSource(
             data=val_data, rows=rows, options=options, seed=seed, shuffle=False
         )  # fmt: skip
         self.run, self.progress = RunFolder(directory), Progress()
+        loggers, profile = self.logging.loggers, self.logging.profile
         self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
         self._active: list[Logger] = []  # that were started
         self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
@@ -175,18 +165,12 @@ class Trainer:
         faults = []
         if self.max_steps is None and self.max_epochs is None:
             faults.append("say when the run ends: max_steps or max_epochs")
-        numbers = ("max_steps", "max_epochs", "val_every", "val_every_epochs", "val_batches", "log_every")
-        for name in numbers:
+        for name in ("max_steps", "max_epochs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 faults.append(f"{name}={value} makes no sense; use 1 or more, or leave it out")
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                faults.append(f"{name}={value} would leave nothing of a gradient; use a positive number")
         if self.resume is not None and self.weights is not None:
             faults.append("resume brings weights of its own; leave out resume or weights")
-        faults += [fault] if (fault := reduction_fault(self.reduction)) else []
         if self.inputs not in ("global", "per_replica"):
             faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "global" or "per_replica"')
         raise_all(InputError, "these settings can't be run:", faults)
@@ -204,7 +188,7 @@ class Trainer:
         return self.progress
 
     def profile(self) -> None:
-        """Run a few steps and write a trace of them; nothing is saved. `profile=` says which steps."""
+        """Run a few steps and write a trace of them; nothing is saved. `logging.profile` says which steps."""
         profiler = next((callback for callback in self.callbacks if isinstance(callback, Profiler)), None) or Profiler(
             Profile()
         )
@@ -224,7 +208,7 @@ class Trainer:
 
     def compile(self) -> Plan:
         """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
-        world, devices = start(), needs_ranks(self.plan, self.cluster)
+        world, devices = start(self.compile_options.timeout), needs_ranks(read_source(self.plan), self.cluster)
         if devices not in (None, world.size):
             plan, paths = compile_without_ranks(self, devices)
         else:
@@ -313,14 +297,14 @@ class Trainer:
         """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
         if self._compiled:
             return
-        self.world = start()
+        self.world = start(self.compile_options.timeout)
         seed_everything(self.seed)
         compiled = compile_model(self)
         self.model, self.optimizer, self.meter = compiled.model, compiled.optimizer, meter_of(self, compiled)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
         self.batches = self.source.batches(self.model)
-        self.scale = scale_for(read_precision(self.precision), self.loss_scale)
+        self.scale = scale_for(read_precision(self.precision), self.optimization.loss_scale)
         self.original, self._compiled = None, True
         self.fire("on_setup")
 
@@ -338,7 +322,8 @@ class Trainer:
 
     def _find_checkpoint(self, write: bool) -> Path | None:
         """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
-        self.world, meeting, kept = start(), checkpoint_ranks(), self.checkpoints or Checkpoints()
+        self.world, meeting = start(self.compile_options.timeout), checkpoint_ranks()
+        kept = self.checkpoints or Checkpoints()
 
         def find() -> Path | None:
             if not meeting.first:
@@ -387,3 +372,10 @@ class Trainer:
             if write or isinstance(logger, ConsoleLogger):
                 logger.start(analysis)
                 self._active.append(logger)
+
+
+def _with_usual(options: CompileOptions) -> CompileOptions:
+    """What a run compiles with: only numbers leave the model, unless somebody says otherwise."""
+    why = "a run has a folder of its own, and trains a whole model"
+    expect_only(options, ("outputs", "unbatched", "opaque", "timeout"), "a Trainer", why)
+    return replace(options, outputs=options.outputs or "scalars")

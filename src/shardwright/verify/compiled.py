@@ -13,9 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from ..capture import CapturedGraph, copy_module
-from ..compile import Compiler
-from ..planning import Batching, PlanLike
-from ..runtime.model.parallel_model import ParallelModel, RankState
+from ..compile import Compiler, CompilerSettings
+from ..plan.request import PlanRequest
+from ..runtime.model.access import state_of
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.model.specialization import ModelCall, RankState
 from ..runtime.parameters.full_tensors import gather_tensor
 from ..runtime.parameters.sharded import ShardedParameter, keeps_share, raw_gradient
 from ..runtime.parameters.state_dicts import spread_out
@@ -31,9 +33,8 @@ class CompileTask:
     """How a task is compiled. `captures`, by (training, which program), is shared by all ranks of a process."""
 
     task: VerifyTask
-    plan: PlanLike
+    request: PlanRequest
     directory: Path
-    batching: Batching = field(default_factory=Batching)
     captures: dict[tuple[bool, int], CapturedGraph] = field(default_factory=dict)
 
 
@@ -42,11 +43,11 @@ class SharingCompiler(Compiler):
 
     captures: dict[tuple[bool, int], CapturedGraph]
 
-    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
-        key = (model.training, len(self.programs))
+    def _capture(self, call: ModelCall) -> CapturedGraph:
+        key = (call.training, len(self.programs))
         with _ONE_AT_A_TIME:
             if key not in self.captures:
-                self.captures[key] = super()._capture(model, args, kwargs)
+                self.captures[key] = super()._capture(call)
             return self.captures[key]
 
 
@@ -61,20 +62,20 @@ class CompiledSide:
             module.train()
         self.first = first_names(module)
         self.optimizer = task.optimizer(trainable(module.parameters()))
-        world = start()
-        compiler = SharingCompiler(
-            module, self.optimizer, world, order.plan, "global", order.directory, task.seed,
-            promote=task.promote, exact_random=True, batching=order.batching, precision=task.precision,
+        settings = CompilerSettings(
+            request=order.request, directory=order.directory, seed=task.seed, precision=task.precision,
+            promote=task.promote, exact_random=True,
         )  # fmt: skip
+        compiler = SharingCompiler(module, self.optimizer, start(), settings)
         compiler.captures = order.captures
-        self.model = ParallelModel(compiler.skeleton, world, compiler, "global", 1)
+        self.model = ParallelModel(compiler)
         if "train" not in task.entries:
             self.model.eval()
         self.model.prepare(task.args, task.kwargs)
 
     @property
     def holding(self) -> RankState:
-        return self.model._ready()
+        return state_of(self.model)
 
     def forward(self, entry: Entry) -> Any:
         if entry == "eval":

@@ -26,16 +26,16 @@ from ..errors import InputError
 from ..ir import Op
 from ..layout import Layout
 from ..lower.program import graph_value
-from ..planning import PlanLike
+from ..plan.request import PlanLike, PlanRequest, read_source
 from ..runtime.algorithms.random import Randomness
 from ..runtime.model.inputs import digest
 from . import ranks
 from .execute import ObservedValues, ProgramInterpreter, step_through, unshard_tensor
 from .measure import TOLERANCE, deviation, largest, render
 from .original import with_masks
-from .parity import make_task, plan_for, ranks_of
+from .parity import make_task, ranks_of, source_for
 from .program import Compilation, compile_program
-from .run import Loss, VerifyTask
+from .run import Loss, VerifyTask, loss_of
 
 Phase = Literal["forward", "backward"]
 
@@ -105,10 +105,11 @@ def trace(
     timeout: float = 600.0,
 ) -> ValueTrace:
     """Run the original and the program op by op, ranks as threads, and compare every value and every gradient."""
-    task = make_task(model, example, dtype, torch.device("cpu"), loss=loss, steps=1, seed=seed)
+    task = make_task(model, example, dtype, torch.device("cpu"), loss=loss or loss_of, steps=1, seed=seed)
     task.module.train(model.training)
-    count = size or ranks_of(plan)
-    request = plan_for(model, example, plan, task)
+    source = read_source(plan)
+    count = size or ranks_of(source)
+    request = PlanRequest(source=source_for(model, example, source, task))
     compilation = compile_program(task.module, task.args, task.kwargs, request, count, promote=task.promote)
     if compilation.plan.is_pipeline:
         raise InputError(

@@ -14,11 +14,9 @@ process the ranks are started here, as threads or processes; without a plan, one
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,9 +31,11 @@ from ..capture import AUTO, CapturedGraph, capture, cast, casting, copy_module, 
 from ..compile import copy_to_meta
 from ..errors import InputError, LoweringError, PlanError, raise_all
 from ..ir import Graph
-from ..plan import Plan, parse_plan_string
-from ..planning import Batching, PlanLike
-from ..precision import NARROW, Precision, PrecisionLike, name_of, read_precision
+from ..options import MOVED, CompileOptions, PipelineOptions, expect_only, read_options, refuse_moved
+from ..plan import Plan
+from ..plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
+from ..plan.search_options import SearchOptions
+from ..precision import NARROW, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
 from ..wrapping import unwrapped
 from . import ranks, rebind
@@ -50,26 +50,15 @@ KINDS = ("dp=2", "tp=2", "zero3=2", "pp=2")
 """The plans that are tried if none is passed."""
 
 
+@refuse_moved("sw.verify", MOVED)
 def verify(
-    model: nn.Module,
-    plan: PlanLike | None = None,
-    *,
-    example: Any,
-    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd",
-    loss: Loss | None = None,
-    dtype: torch.dtype | None = None,
-    precision: PrecisionLike = None,
-    steps: int = 3,
-    entries: Sequence[Entry] = ("train",),
-    tolerance: float | None = None,
-    directory: str | Path | None = None,
-    method: Where | None = None,
-    size: int | None = None,
-    seed: int = 0,
-    timeout: float = 600.0,
-    opaque: Literal["marked", "auto"] = "marked",
-    microbatches: int | None = None,
-) -> Report:
+    model: nn.Module, plan: PlanLike | None = None, *, example: Any,
+    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", loss: Loss | None = None,
+    dtype: torch.dtype | None = None, precision: PrecisionLike = None, steps: int = 3,
+    entries: Sequence[Entry] = ("train",), tolerance: float | None = None, method: Where | None = None,
+    size: int | None = None, seed: int = 0, pipeline: PipelineOptions | Mapping[str, Any] | None = None,
+    compile: CompileOptions | Mapping[str, Any] | None = None,
+) -> Report:  # fmt: skip
     """Run the original and the compiled program on the same batch and compare everything that training depends on.
 
     plan       as for parallelize; "auto" needs a size, or a world. Default: "auto" in a world, else
@@ -85,49 +74,76 @@ def verify(
     method     "world" inside torchrun; "threads" or "processes" start the ranks here. By default
                the world if there is one, else threads. Processes need a picklable model.
     size       number of ranks, if the plan does not fix it (a policy function).
-    directory  where to write generated code; default: discarded.
-    opaque, microbatches  as for parallelize.
+    pipeline   PipelineOptions: microbatches, as for parallelize.
+    compile    CompileOptions: opaque and timeout, as for parallelize; directory: where to write generated code, which
+               is discarded without it.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """
     model = unwrapped(model)
     method = method or ("world" if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else "threads")
+    options, microbatches = _read_options(compile, pipeline)
     if method == "world":
-        start(timeout)
+        start(options.timeout)
     device = here().device if method == "world" else torch.device("cpu")
     exact = read_precision(precision)
     base = dtype or (torch.float64 if precision is None else torch.float32)
     order = tuple(sorted(entries, reverse=True))
-    task = make_task(model, example, base, device, optimizer, loss, steps, order, seed, exact)
-    find_opaque(task.module, opaque)
-    limit = _limit(task) if tolerance is None else tolerance
-    batching = Batching(microbatches=microbatches)
+    task = make_task(
+        model, example, base, device, optimizer=optimizer, loss=loss or loss_of, steps=steps, entries=order, seed=seed,
+        precision=exact,
+    )  # fmt: skip
+    find_opaque(task.module, options.opaque)
+    run = ComparisonOptions(
+        limit=_limit(task) if tolerance is None else tolerance, method=method, timeout=options.timeout,
+        directory=options.directory,
+    )  # fmt: skip
     if plan is None and method != "world" and size is None:
-        return _each_kind(task, limit=limit, directory=directory, method=method, timeout=timeout, batching=batching)
-    request = plan_for(model, example, plan or "auto", task)
-    count = here().size if method == "world" else size or _some_ranks(plan or "auto")
+        return _each_kind(task, run, microbatches)
+    source = read_source("auto" if plan is None else plan)
+    count = here().size if method == "world" else size or _some_ranks(source)
+    request = PlanRequest(
+        source=source_for(model, example, source, task), options=SearchOptions(microbatches=microbatches)
+    )
     if method == "world":
         _share(task.module)
-    return compare_plan(make_reference(task), request, plan_name=_plan_name(plan or "auto"), count=count, limit=limit,
-                        directory=directory, method=method, timeout=timeout, batching=batching)  # fmt: skip
+    return compare_plan(make_reference(task), request, count, run, name=source_name(source))
 
 
-def _each_kind(
-    task: VerifyTask, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
-) -> Report:
+def _read_options(
+    compile: CompileOptions | Mapping[str, Any] | None, pipeline: PipelineOptions | Mapping[str, Any] | None
+) -> tuple[CompileOptions, int | None]:
+    """The options of a comparison, and the number of microbatches."""
+    options, microbatches = read_options(CompileOptions, compile), read_options(PipelineOptions, pipeline)
+    expect_only(options, ("directory", "opaque", "timeout"), "sw.verify", "it compares all outputs of a whole model")
+    expect_only(microbatches, ("microbatches",), "sw.verify", "it compares a step of the whole batch")
+    return options, microbatches.microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """How a comparison runs: how much may differ, where the ranks are, where code is written (None: discarded)."""
+
+    limit: float
+    method: Where = "threads"
+    directory: str | Path | None = None
+    timeout: float = 600.0
+
+
+def _each_kind(task: VerifyTask, run: ComparisonOptions, microbatches: int | None) -> Report:
     """One report for a plan of each kind. Plans that the model can't do become notes, if any plan works."""
     reference = make_reference(task)
     rows: list[Row] = []
     notes: list[str] = [reference.note] if reference.note else []
     tried: list[str] = []
     for plan in KINDS:
-        own_batching = batching if plan.startswith("pp") else Batching()  # only a pipeline splits the batch
+        is_pipeline = plan.startswith("pp")  # only a pipeline splits the batch
+        options = SearchOptions(microbatches=microbatches if is_pipeline else None)
         try:
-            report = compare_plan(replace(reference, checks=()), plan, plan_name=plan, count=ranks_of(plan),
-                          limit=limit, directory=directory, method=method, timeout=timeout,
-                          batching=own_batching)  # fmt: skip
+            request = PlanRequest.read(plan, options=options)
+            report = compare_plan(replace(reference, checks=()), request, ranks_of(request.source), run, name=plan)
         except (PlanError, LoweringError) as error:
-            if isinstance(error, LoweringError) and own_batching is not batching:
+            if isinstance(error, LoweringError) and not is_pipeline:
                 raise  # only an indivisible batch is found so late
             notes.append(f"{plan} was not tried: {' '.join(str(error).split())}")
             continue
@@ -137,7 +153,7 @@ def _each_kind(
         raise_all(PlanError, f"{type(task.module).__name__} can't be split over 2 ranks by any plan:", notes)
     kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
     title = f"{type(task.module).__name__} under {', '.join(tried)}, on 2 ranks each, {kind}"
-    return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=tuple(notes))
+    return Report(title=title, rows=(*rows, *reference.checks), tolerance=run.limit, notes=tuple(notes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,33 +175,31 @@ def make_reference(task: VerifyTask) -> Reference:
 
 
 def compare_plan(
-    reference: Reference, plan: PlanLike, *, plan_name: str, count: int, limit: float, method: Where,
-    directory: str | Path | None = None, timeout: float = 600.0, batching: Batching | None = None,
-) -> Report:  # fmt: skip
-    """Run the program of a plan on every rank, and compare it with the reference."""
+    reference: Reference, request: PlanRequest, count: int, run: ComparisonOptions, *, name: str
+) -> Report:
+    """Run the program of a plan on `count` ranks, and compare it with the reference."""
     task = reference.side.task
     with ExitStack() as stack:
-        folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        captures = _captures(reference.side) if method == "threads" else {}
-        own_batching = batching or Batching()
-        order = CompileTask(task=task, plan=plan, directory=folder, captures=captures, batching=own_batching)
-        if method == "world":
-            rows = _agree(_on_rank(here().rank, order, reference.run, limit))
+        folder = Path(run.directory) if run.directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        captures = _captures(reference.side) if run.method == "threads" else {}
+        order = CompileTask(task=task, request=request, directory=folder, captures=captures)
+        if run.method == "world":
+            rows = _agree(_on_rank(here().rank, order, reference.run, run.limit))
         else:
-            every = ranks.run(method, count, _on_rank, order, reference.run, limit, timeout=timeout)
+            every = ranks.run(run.method, count, _on_rank, order, reference.run, run.limit, timeout=run.timeout)
             rows = worst_of(every)
     kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
-    title = f"{type(task.module).__name__} under {plan_name} on {count} ranks, {kind}"
+    title = f"{type(task.module).__name__} under {name} on {count} ranks, {kind}"
     notes = (reference.note,) if reference.note else ()
-    return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=notes)
+    return Report(title=title, rows=(*rows, *reference.checks), tolerance=run.limit, notes=notes)
 
 
 def make_task(
-    model: nn.Module, example: Any, dtype: torch.dtype, device: torch.device,
-    optimizer: MakeOptimizer | str = "sgd", loss: Loss | None = None, steps: int = 3,
-    entries: tuple[Entry, ...] = ("train",), seed: int = 0, precision: Precision | None = None,
+    model: nn.Module, example: Any, dtype: torch.dtype, device: torch.device, *,
+    optimizer: MakeOptimizer | str = "sgd", **options: Any,
 ) -> VerifyTask:  # fmt: skip
-    """A copy of the model and its arguments in the dtype of the comparison."""
+    """A copy of the model and its arguments in the dtype of the comparison; `options` are fields of the task."""
+    entries, steps = options.get("entries", ("train",)), options.get("steps", 3)
     if not entries or not set(entries) <= {"train", "eval"}:
         raise InputError(f'entries={entries!r}: use ("train",), ("eval",) or ("train", "eval")')
     if steps < 1:
@@ -206,8 +220,7 @@ def make_task(
     args, kwargs = pytree.tree_map(moved, called)
     return VerifyTask(
         module=copy_module(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
-        optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
-        steps=steps, entries=entries, seed=seed, precision=precision or Precision(),
+        optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, **options,
     )  # fmt: skip
 
 
@@ -226,11 +239,10 @@ def _limit(task: VerifyTask) -> float:
     return 2 * max(narrow) if narrow else TOLERANCE.get(task.dtype, 1e-2)
 
 
-def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: VerifyTask) -> PlanLike:
-    """The plan, for the copy in the dtype of the comparison."""
-    is_file = isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json"))
-    if not isinstance(plan, Plan) and not is_file:
-        return plan
+def source_for(model: nn.Module, example: Any, source: PlanSource, task: VerifyTask) -> PlanSource:
+    """The source of a plan, for the copy in the dtype of the comparison."""
+    if not isinstance(source, Plan | PlanFile):
+        return source
     args, kwargs = arguments_of(example)
     entry = "train" if "train" in task.entries else "eval"
     skeleton = cast(copy_to_meta(model), task.precision)
@@ -239,7 +251,7 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: VerifyTask) -
         skeleton.train(entry == "train")
     with casting(skeleton, task.precision):
         old = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph
-    known = rebind.read(plan, old)  # type: ignore[arg-type]
+    known = rebind.read(source, old)
 
     def again(new: Graph, world: int) -> Plan:
         return rebind.rebind(known, old, new)
@@ -247,29 +259,20 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: VerifyTask) -
     return again
 
 
-def _some_ranks(plan: PlanLike) -> int:
+def _some_ranks(source: PlanSource) -> int:
     """The number of ranks of a plan; "auto" needs it from the user."""
-    if plan == "auto":
+    if isinstance(source, AutoPlan):
         raise InputError('plan="auto" on one rank splits nothing, so it proves nothing; set the number of ranks '
                          "with size=2, pass a plan, or leave it out to try one of each kind")  # fmt: skip
-    return ranks_of(plan)
+    return ranks_of(source)
 
 
-def ranks_of(plan: PlanLike) -> int:
+def ranks_of(source: PlanSource) -> int:
     """The number of ranks of a plan."""
-    if isinstance(plan, Plan):
-        return plan.size
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
-        try:
-            data = json.loads(Path(plan).read_text())
-            segments = next(iter(data["entries"].values()), ())
-            devices = {device for segment in segments for device in segment.get("devices", ())}
-            return len(devices) or math.prod(data["mesh"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
-    if isinstance(plan, str):
-        return 1 if plan == "auto" else parse_plan_string(plan).size
-    raise InputError("a policy function does not fix the number of ranks; pass size=2")
+    size = 1 if isinstance(source, AutoPlan) else source_size(source)
+    if size is None:
+        raise InputError("a policy function does not fix the number of ranks; pass size=2")
+    return size
 
 
 def _captures(side: Original) -> dict[tuple[bool, int], CapturedGraph]:
@@ -313,12 +316,6 @@ def _share(module: nn.Module) -> None:
                 shared = tensor.detach().contiguous()
                 dist.broadcast(shared, 0)
                 tensor.copy_(shared)
-
-
-def _plan_name(plan: PlanLike) -> str:
-    if isinstance(plan, Plan):
-        return plan.policy or "a plan"
-    return str(plan) if isinstance(plan, str | Path) else getattr(plan, "__name__", "a policy")
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

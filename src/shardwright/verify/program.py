@@ -13,7 +13,8 @@ from ..emit import emit
 from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.lowering import lower, lower_pipeline
-from ..planning import Batching, PlanLike, make_plan
+from ..plan.request import PlanRequest
+from ..planning import make_plan
 from ..probe import probing
 from ..rules import analyse
 
@@ -47,11 +48,10 @@ def compile_program(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    plan: PlanLike,
+    request: PlanRequest,
     size: int,
     *,
     promote: bool = False,
-    batching: Batching | None = None,
     captured: CapturedGraph | None = None,
 ) -> Compilation:
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta.
@@ -63,7 +63,7 @@ def compile_program(
         captured = capture(copy_to_meta(module), args, kwargs, entry=entry, promote=promote, real=lambda: real,
                            masks=MaskFacts(buffers=dict(module.named_buffers(remove_duplicate=False))))  # fmt: skip
     analysis = analyse(captured.graph, probing(captured.functions))
-    chosen = make_plan(captured.graph, analysis, plan, size, batching=batching)
+    chosen = make_plan(captured.graph, analysis, request, size)
     if chosen.is_pipeline:
         programs = lower_pipeline(captured.graph, chosen, analysis).programs
     else:

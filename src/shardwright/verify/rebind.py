@@ -8,21 +8,20 @@ except that the remaining casts are renumbered.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from ..ir import Graph, Op
 from ..plan import Plan
-from ..plan.file import load
 from ..plan.pipeline import parts_like
+from ..plan.request import PlanFile
 from ..plan.stages import OpSequence
 from ..rules import analyse
 
 CAST = "aten._to_copy.default"
 
 
-def read(plan: Plan | Path | str, graph: Graph) -> Plan:
+def read(source: Plan | PlanFile, graph: Graph) -> Plan:
     """Read the plan; refuse it if it was not made for this graph."""
-    known = plan if isinstance(plan, Plan) else load(plan, graph)
+    known = source if isinstance(source, Plan) else source.load(graph)
     known.check_against(graph)
     return known
 

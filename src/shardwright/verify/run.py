@@ -32,9 +32,9 @@ class VerifyTask:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     optimizer: MakeOptimizer
-    loss: Loss
-    steps: int
-    entries: tuple[Entry, ...]
+    loss: Loss = field(default_factory=lambda: loss_of)
+    steps: int = 3
+    entries: tuple[Entry, ...] = ("train",)
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
 

@@ -1,6 +1,6 @@
 """What can't be captured, found and made opaque: the smallest submodule whose own code fails, or its parent.
 
-An error of capture knows the submodule it came from. With opaque="auto" that submodule is marked,
+An error of capture knows the submodule it came from. With CompileOptions(opaque="auto") that submodule is marked,
 the user is warned, and capture tries again.
 """
 
@@ -54,7 +54,7 @@ def name_submodule(error: CaptureError) -> CaptureError:
         text = str(error).replace("sw.opaque(submodule)", f"sw.opaque({_python_path(error.path)})")
     else:
         own = "sw.opaque(submodule).\nIt stands in the forward of the model itself: move it to a submodule for that, or"
-        own += "\ncompile heavy submodules only and leave the model as it is, with parts=[...]"
+        own += "\ncompile heavy submodules only and leave the model as it is, with CompileOptions(parts=[...])"
         text = str(error).replace("sw.opaque(submodule)", own)
     return CaptureError(text, error.path)
 

@@ -16,11 +16,12 @@ from ...cluster import Cluster
 from ...cost import TrainingSetup
 from ...memory import MemoryPeak
 from ...rules import Analysis
-from ..auto import NothingFits, Progress, SearchOptions, SearchResult
+from ..auto import NothingFits, SearchResult
 from ..auto import search as search_flat
 from ..context import SearchContext
 from ..limits import bind
 from ..plan import Plan
+from ..search_options import SearchOptions
 from .ranks import RankDevices
 from .refine import Refiner, SolvedStage
 from .request import axes_of, check_pipeline_request, needs_pipeline, nothing_found, pipeline_request
@@ -147,10 +148,9 @@ def find_plan(
     options: SearchOptions,
     *,
     size: int | None = None,
-    progress: Progress | None = None,
 ) -> JointResult:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
-    began, report = time.monotonic(), progress or (lambda what, best: None)
+    began = time.monotonic()
     limits = bind(options.constraints, analysis)
     request = pipeline_request(limits, options)
     only = needs_pipeline(request, limits)
@@ -158,11 +158,7 @@ def find_plan(
     flat: SearchResult | None = None
     fault: NothingFits | None = None
     try:
-        flat = (
-            None
-            if only
-            else search_flat(analysis, cluster, training, options, size=size, progress=progress, like=context)
-        )
+        flat = None if only else search_flat(analysis, cluster, training, options, size=size, like=context)
     except NothingFits as error:
         fault = error
     trained = analysis.graph.entry.startswith("train")
@@ -190,7 +186,7 @@ def find_plan(
         slack=options.slack,
         upper=upper,
         stop=late,
-        progress=lambda what, best: report(what, min(best, upper)),
+        progress=lambda what, best: options.report(what, min(best, upper)),
     )
     planner = JointPlanner(setup)
     check_pipeline_request(planner.search)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ...errors import PlanError
 from ...rules.replica_axes import is_replica
 from ...schedule import schedule_kind
-from ..auto import SearchOptions
 from ..clash import format_bytes
 from ..limits import Limits
 from ..pipeline import check_microbatches
+from ..search_options import SearchOptions
 from .search import PipelineSearch
 from .setup import PipelineRequest
 
@@ -19,7 +19,8 @@ def pipeline_request(limits: Limits, options: SearchOptions) -> PipelineRequest:
     count = constraints.get("microbatches", options.microbatches)
     if options.microbatches not in (None, count):
         raise PlanError(
-            f"microbatches={options.microbatches}, but a constraint asks for {count}; leave one of them out"
+            f"PipelineOptions(microbatches={options.microbatches}), but a constraint asks for {count}; leave one of "
+            "them out"
         )
     stages, schedule = constraints.get("stages"), constraints.get("schedule")
     return PipelineRequest(
@@ -63,7 +64,7 @@ def check_pipeline_request(search: PipelineSearch) -> None:
     if count > 1 and not setup.local:
         if search.fault is not None:
             raise PlanError(
-                f'{count} microbatches are asked for, but {search.fault}; use 1, or microbatch_semantics="local", '
+                f'{count} microbatches are asked for, but {search.fault}; use 1, or pipeline.semantics="local", '
                 "which makes each of them a batch of its own"
             )
         check_microbatches(graph, count, 1, False)

@@ -41,7 +41,7 @@ BLAME = {
     "per_replica": 'inputs="per_replica" means that the ranks of one replica pass the same samples; sample by '
     "model.data_rank, not by the rank",
     "unbatched": "an input without a batch dim must be the same on every rank; pass the same, or if it has a "
-    "batch dim, name the inputs that have none: parallelize(..., unbatched=[...])",
+    "batch dim, name the inputs that have none: compile=CompileOptions(unbatched=[...])",
 }
 
 

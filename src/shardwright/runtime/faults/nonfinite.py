@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.errors import NonFiniteError
 
 from ..collectives import objects, process_group
+from ..model.access import accumulation_of, skeleton_of
 from ..model.parallel_model import ParallelModel
 from ..optimizer.adopt import leaf_of
 from ..parameters.sharded import Untouched
@@ -224,7 +225,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, counters and random state afterwards; the step repeats its random numbers."""
     compiled = [part for part in model.modules() if isinstance(part, ParallelModel)]
     random = [(generator, generator.step) for part in compiled if (generator := part.random) is not None]
-    counts = [(part, part._turns.count) for part in compiled]
+    turns = [(turn, turn.count) for turn in map(accumulation_of, compiled)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with Untouched():
         gradients = [(leaf, leaf.grad) for leaf in _leaves(model)]
@@ -232,15 +233,15 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             leaf.grad = None
     for generator, step in random:
         generator.step = max(0, step - 1)
-    for part, count in counts:
-        part._turns.count = max(0, count - 1)
+    for turn, count in turns:
+        turn.count = max(0, count - 1)
     try:
         yield
     finally:
         for generator, step in random:
             generator.step = step
-        for part, count in counts:
-            part._turns.count = count
+        for turn, count in turns:
+            turn.count = count
         with torch.no_grad(), Untouched():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -261,8 +262,7 @@ def _leaves(model: nn.Module) -> list[Tensor]:
 
 def _original(model: nn.Module) -> nn.Module:
     """The original model, with the parameters of all stages."""
-    original: nn.Module = model._around["skeleton"] if isinstance(model, ParallelModel) else model
-    return original
+    return skeleton_of(model) if isinstance(model, ParallelModel) else model
 
 
 # -- over ranks ----------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from shardwright.layout import LocalRegion, local_region
 from shardwright.storage import stored_layout
 
 from ..collectives import objects, process_group
-from ..model.parallel_model import ParallelModel, RankState
+from ..model.access import is_compiled, state_of
+from ..model.parallel_model import ParallelModel
+from ..model.specialization import RankState
 from ..parameters.full_tensors import coordinates
 from ..parameters.sharded import Untouched
 from ..world import here
@@ -84,7 +86,7 @@ def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All tensors of this rank, each with a name for its region of the global tensor."""
     seen: set[int] = set()
     for path, part in model.named_modules():
-        holding = part._holding if isinstance(part, ParallelModel) else None
+        holding = state_of(part) if isinstance(part, ParallelModel) and is_compiled(part) else None
         if holding is not None:
             prefix = f"{path}." if path else ""
             for name, tensor in _parameters_and_buffers(holding):

@@ -52,7 +52,9 @@ class CallInputs:
     ) -> None:
         """`computed`: inputs come from other modules, not from the data, so their last bits may differ."""
         if isinstance(unbatched, str):
-            raise InputError(f"unbatched={unbatched!r} must be a list of names of inputs: unbatched=[{unbatched!r}]")
+            raise InputError(
+                f"CompileOptions(unbatched={unbatched!r}) must be a list of names of inputs: unbatched=[{unbatched!r}]"
+            )
         self.paths, self.computed = paths, computed
         self.unbatched = None if unbatched is None else tuple(unbatched)
         self._known: dict[str, bool] = {}

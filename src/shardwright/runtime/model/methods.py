@@ -110,7 +110,7 @@ def property_of(model: Any, name: str) -> Any:
         fault = f"{what} computes with submodules or parameters, of which ranks hold shards; {remedy}"
         raise InputError(fault) from None
     except (AttributeError, TypeError) as error:  # nn.Module only says that there is no such attribute
-        if not model._holding.pp_ranks:
+        if not model._state.pp_ranks:
             raise
         raise InputError(f"{what} reads a parameter that another stage of the pipeline holds; {remedy}") from error
     return value
@@ -118,7 +118,7 @@ def property_of(model: Any, name: str) -> Any:
 
 def _misses_a_stage(model: Any, error: Exception) -> bool:
     """Whether an error comes from a parameter that is None on this rank of a pipeline."""
-    holding = model._holding
+    holding = model._state
     return "NoneType" in str(error) and holding is not None and bool(holding.pp_ranks)
 
 

@@ -1,8 +1,8 @@
 """The compiled model as the user sees it: a module that works in an ordinary loop.
 
-It holds the pieces under the original names, finds or makes the program for the call at hand (training or eval, these
-arguments, this batch size, padding or none), runs it, and keeps gradients, buffers and random numbers right. Making a
-program is not its business: it is given a function that does (`compile_entry`).
+It holds the shards under the original names, finds the program for the call at hand (training or eval, these arguments,
+this batch size, padding or none), runs it, and keeps gradients, buffers and random numbers right. Making a program is
+not its business: it describes the call (`ModelCall`) to its compiler, and installs what that returns (`CompiledCall`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,56 +21,38 @@ from ..algorithms.random import Randomness
 from ..collectives import comm
 from ..faults import watch
 from ..faults.input_comparison import InputComparison
-from ..parameters import state_dicts
+from ..optimizer.adopt import adopt, several
+from ..optimizer.unadopted import watch_optimizers
 from ..parameters.gradient_sync import Accumulation, GradientSync, check_frozen
-from ..world import World
+from ..parameters.replaced import mark_replaced
 from . import input_gradients
 from .float_inputs import Arguments, FloatInputs, NotAnInput, dtype_of_floats
 from .guards import warn_of_many, why_new
-from .inputs import CallInputs, Mode, check_dtypes
+from .inputs import Mode, check_dtypes
 from .overrides import check_names, check_state
 from .padding import is_unpadded
 from .program import Program, shown
 from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
-from .specialization import RankState as RankState
-from .specialization import Specialization as Specialization
+from .specialization import CompiledCall, ModelCall, ModelCompiler, RankState, ReplacedParameters, Specialization
 from .view import ModelView, view_class
-
-
-class CompileEntry(Protocol):
-    """Makes the program of a call, of forward or of another method."""
-
-    call_inputs: CallInputs
-
-    def __call__(
-        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
-        floats: Mapping[int, float] | None = None,
-    ) -> Specialization: ...  # fmt: skip
 
 
 class ParallelModel(ModelView):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
-    flops: float | None  # of the products of the first training call, forward and backward, over all ranks
+    flops: float | None  # of the matmuls of the first training call, forward and backward, over all ranks
 
-    def __init__(
-        self,
-        skeleton: nn.Module,
-        world: World,
-        compile_entry: CompileEntry,
-        mode: Mode,
-        accumulate: int,
-        reduction: LossReduction = "mean",
-    ) -> None:
+    def __init__(self, compiler: ModelCompiler, accumulate: int = 1, reduction: LossReduction = "mean") -> None:
         super().__init__()
+        skeleton, world = compiler.skeleton, compiler.world
         self._reduction = Reduction(reduction)
-        self._around: dict[str, Any] = {"skeleton": skeleton, "compile": compile_entry}
-        self._world, self._mode, self._turns = world, mode, Accumulation(accumulate)
+        self._around: dict[str, Any] = {"skeleton": skeleton, "compiler": compiler}
+        self._world, self._mode, self._turns = world, compiler.mode, Accumulation(accumulate)
         self._entries: dict[Any, Specialization] = {}
-        self._holding: RankState | None = None
-        self.call_inputs = compile_entry.call_inputs
+        self._state: RankState | None = None
+        self.call_inputs = compiler.call_inputs
         self._comparison = InputComparison(first_only=self.call_inputs.computed)
         self._global_batch = False
         self._flags = tuple(module.training for module in skeleton.modules())
@@ -109,29 +91,18 @@ class ParallelModel(ModelView):
     @property
     def data_rank(self) -> int:
         """Which data-parallel group this rank is in: for a sampler that gives each group its rows."""
-        if self._place is not None:
-            return self._place[0]
-        holding = self._ready()
-        place = 0
-        for axis in holding.replica_axes:
-            place = place * holding.groups.mesh.sizes[axis] + holding.groups[axis].index
-        return place
+        return self._place[0] if self._place is not None else self._ready().data_rank
 
     @property
     def data_size(self) -> int:
         """The number of data-parallel groups."""
-        if self._place is not None:
-            return self._place[1]
-        size = 1
-        for axis in self._ready().replica_axes:
-            size *= self._ready().groups.mesh.sizes[axis]
-        return size
+        return self._place[1] if self._place is not None else self._ready().data_size
 
     @property
-    def random(self) -> Randomness | None:
+    def random(self) -> Randomness:
         """What the model draws from; a checkpoint has its step."""
-        compiler_random: Randomness | None = getattr(self._around["compile"], "random", None)
-        return self._holding.random if self._holding is not None else compiler_random
+        compiler: ModelCompiler = self._around["compiler"]
+        return self._state.random if self._state is not None else compiler.random
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,7 +141,7 @@ class ParallelModel(ModelView):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
-        if self._holding is None:
+        if self._state is None:
             return dict(self._user.state_dict(*args, **kwargs))
         check_state(self._around["skeleton"], "save")
         values = self.shard_state_dict()
@@ -183,41 +154,53 @@ class ParallelModel(ModelView):
 
     def shard_state_dict(self) -> dict[str, Any]:
         """What this rank has under the original keys: what checkpoints save, whatever the user's classes do to it."""
-        state = self._ready()
-        return state_dicts.state_dict(state.specs, state.parameters, state.saved_buffers, state.groups)
+        return self._ready().state_dict()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
         state = self._ready()
         self._comparison.settle()
-        return state_dicts.full_state_dict(
-            state.specs, state.parameters, state.saved_buffers, state.groups, rank, state.pp_ranks
-        )
+        return state.full_state_dict(rank)
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
-        if self._holding is None:
+        if self._state is None:
             options = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
             return self._user.load_state_dict(values, **options)
         check_state(self._around["skeleton"], "load")
-        state = self._holding
-        elsewhere = [key for _, specs in state.pp_ranks for spec in specs for key in spec.keys]
-        arguments = (values, state.specs, state.parameters, state.saved_buffers, state.groups)
-        keys = state_dicts.load_state(*arguments, strict, elsewhere)
-        state.filled(values)
-        return keys
+        return self._state.load(values, strict)
 
-    def hold(self, holding: RankState) -> None:
-        """Take the pieces in, under the original names."""
-        self._holding = holding
-        if holding.sync is not None:
-            holding.sync.turns = self._turns
+    def _install(self, key: Any, compiled: CompiledCall) -> Specialization:
+        """Take in what was compiled for a kind of call; from the first on the shards are the model."""
+        self.plan = compiled.plan
+        self.flops = compiled.flops if self.flops is None else self.flops
+        if self._state is None:
+            self._hold(compiled.state)
+        if compiled.replaced is not None:
+            self._replace_original(compiled.replaced)
+        self.watch(compiled.reads, compiled.variables, compiled.left)
+        self._entries[key] = compiled.specialization
+        return compiled.specialization
+
+    def _hold(self, state: RankState) -> None:
+        """Have the shards under the original names."""
+        self._state = state
+        if state.sync is not None:
+            state.sync.turns = self._turns
         tensors: dict[str, Tensor] = {}
-        for spec in holding.specs:
-            tensors.update(dict.fromkeys(spec.keys, holding.parameters[spec.name]))
-        tensors.update(holding.buffers)
+        for spec in state.specs:
+            tensors.update(dict.fromkeys(spec.keys, state.parameters[spec.name]))
+        tensors.update(state.buffers)
         self.show(shown(self._around["skeleton"], tensors))
         self.guard()
+
+    def _replace_original(self, replaced: ReplacedParameters) -> None:
+        """Have the optimizers train the shards, and the original's parameters refuse to be trained."""
+        compiler: ModelCompiler = self._around["compiler"]
+        for optimizer in several(compiler.optimizer):
+            adopt(optimizer, replaced.shards)
+        watch_optimizers()
+        mark_replaced(replaced.originals, replaced.shards)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
@@ -234,12 +217,12 @@ class ParallelModel(ModelView):
         self._parts = list(self.modules())
 
     def _ready(self) -> RankState:
-        if self._holding is None:
+        if self._state is None:
             raise InputError(
                 "the model is not compiled yet, since no example was given; call it once, or pass example=(...) to "
                 "parallelize"
             )
-        return self._holding
+        return self._state
 
     # -- running -------------------------------------------------------------------------
 
@@ -320,9 +303,8 @@ class ParallelModel(ModelView):
     def _know(self, arguments: Arguments) -> None:
         """Have torch look into objects that are passed, such as a cache, before anything goes by what is in them."""
         known = (Tensor, bool, int, float, complex, str, type(None))
-        know = getattr(self._around["compile"], "know", None)
-        if know is not None and not all(isinstance(x, known) for x in torch.utils._pytree.tree_leaves(arguments)):
-            know(arguments)
+        if not all(isinstance(x, known) for x in torch.utils._pytree.tree_leaves(arguments)):
+            self._around["compiler"].register(arguments)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Arguments, Specialization]:
         """The program of a call, and what it is given: floats may be inputs."""
@@ -354,10 +336,17 @@ class ParallelModel(ModelView):
             self.call_inputs.check(args, kwargs, why=why_new(self._entries, key))
             self.catch_up()
             warn_of_many(self._entries, key)
-            self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
+            compiler: ModelCompiler = self._around["compiler"]
+            self._install(key, compiler(self._describe(args, kwargs, extra)))
             constants = self.constants(extra.get("method", ""))  # a trace may fill a cache of the model
             self._entries[constants, *key[1:]] = self._entries[key]
         return self._entries[key]
+
+    def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: Mapping[str, Any]) -> ModelCall:
+        return ModelCall(
+            skeleton=self._around["skeleton"], args=args, kwargs=kwargs, training=self.training, passing=self.passing,
+            plan=self.plan, state=self._state, gather=self.full_state_dict, **extra,
+        )  # fmt: skip
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Any, ...]:
         """What calls of one program have in common."""
@@ -381,13 +370,12 @@ class ParallelModel(ModelView):
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """A state dict is loaded into the module that this model is a part of: load the own values, and leave pieces."""
-    holding = model._holding
-    if holding is None:
+    state = model._state
+    if state is None:
         return
     mine = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-    state_dicts.load_state(mine, holding.specs, holding.parameters, holding.saved_buffers, holding.groups, strict=False)
-    holding.filled(mine)
+    state.load(mine, strict=False)
     with torch._C.DisableTorchFunctionSubclass():
-        for spec in holding.specs:
-            local = holding.parameters[spec.name].detach().as_subclass(Tensor)
+        for spec in state.specs:
+            local = state.parameters[spec.name].detach().as_subclass(Tensor)
             values.update({prefix + key: local for key in spec.keys if key in mine})

@@ -126,7 +126,8 @@ class PinnedHooks(OrderedDict[int, Any]):
             raise InputError(
                 f"{getattr(hook, '__qualname__', hook)} was added as a {self._kind} of {self._path}; a parallelized "
                 "model never calls it: its program has the ops of submodules, not their calls; "
-                f"{REMEDY}, return what it observes from forward, or leave the submodule out with parts=[...]"
+                f"{REMEDY}, return what it observes from forward, or leave the submodule out with "
+                "CompileOptions(parts=[...])"
             )
 
     def __reduce__(self) -> Any:

@@ -100,9 +100,8 @@ class ModelView(Unwrappable):
     def guard(self) -> None:
         """Guard the constants of programs from now on."""
         root: nn.Module = self._around["root"]
-        carry = getattr(self._around["compile"], "carry", None)
         modules = {**dict(root.named_modules()), "": self._around.get("user", root)}
-        self._guard = AttributeGuard(modules, partial(carry, root) if carry else None)
+        self._guard = AttributeGuard(modules, partial(self._around["compiler"].carry, self._around["skeleton"], root))
         self._guard.watch((), settings_of(self._world.device.type))
 
     def watch(
@@ -127,9 +126,7 @@ class ModelView(Unwrappable):
         """The key of a program besides its arguments."""
         check_global_hooks(self._around.get("harmless", ()))
         if self._guard is None:
-            renew = getattr(self._around["compile"], "renew", None)
-            if renew is not None:
-                renew(self)
+            self._renew()
         else:
             check_hooks(self._around["root"], self._around.get("harmless", ()))
         self._see_flags()
@@ -139,11 +136,14 @@ class ModelView(Unwrappable):
         """Show the attributes of another module instead, for which this one runs; ignore hooks of a package."""
         self._around.update(user=module, harmless=(harmless,))
 
-    def remake(self, skeleton: nn.Module, module: nn.Module) -> None:
-        """Rebuild after the original was changed before the first compilation."""
-        self._around["skeleton"] = skeleton
-        self.show(module)
-        self._flags = ()  # they are read next
+    def _renew(self) -> None:
+        """Follow the original, which may have been changed since the last look."""
+        compiler, known = self._around["compiler"], self._around["skeleton"]
+        skeleton = compiler.renew(known)
+        if skeleton is not known:
+            self._around["skeleton"] = skeleton
+            self.show(compiler.original)
+            self._flags = ()  # they are read next
 
     def show(self, module: nn.Module) -> None:
         raise NotImplementedError

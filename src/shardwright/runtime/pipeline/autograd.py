@@ -227,7 +227,8 @@ class _Inside(torch.autograd.Function):
             if gradient is not None and at != call.running.loss:
                 raise InputError(
                     f"backward reached output {out.path or at} of a pipeline, whose backward runs within the call "
-                    f'of the model, seeded by the loss that the model returns; pass backward="outside" to parallelize'
+                    "of the model, seeded by the loss that the model returns; pass "
+                    'pipeline=PipelineOptions(backward="outside") to parallelize'
                 )
         gradient = gradients[call.running.loss]  # type: ignore[index]
         call.loop.begin_backward(call.trained, scaled=gradient is not None and gradient.item() != 1.0)
