@@ -315,7 +315,7 @@ def test_compile_writes_a_file_for_each_segment(net, tmp_path, capsys):
     assert main(["compile", net, "--plan", "pp=2,dp=2", "--microbatches", "2", "-o", "out"]) == 0
 
     paths = sorted((tmp_path / "out").rglob("*.py"))
-    assert [path.name.rsplit("_", 1)[0] for path in paths] == ["train_segment0of2", "train_segment1of2"]
+    assert [path.name.rsplit("_", 1)[0] for path in paths] == ["train_stage0of2", "train_stage1of2"]
     assert capsys.readouterr().out.count("for 2 devices") == 2
     for path in paths:
         compile(path.read_text(), str(path), "exec")

@@ -349,6 +349,20 @@ def test_an_op_may_be_registered_without_a_rule_and_is_probed():
     assert sw.verify(Stretch(), "dp=2", example=(randn(4, 6),), method="threads").passed
 
 
+def test_inputs_for_which_it_is_finite_nowhere_prove_no_rule():
+    """Any NaN equals any other, so this rule, which is wrong, would pass."""
+
+    def far_root(x):
+        return (x - 9).sqrt().cumsum(-1)
+
+    with pytest.warns(UserWarning, match=r"the rule of far_root is not checked: .*no finite element.*; pass probe="):
+        sw.register_op("b d -> b d", far_root)
+    with pytest.raises(RuleError, match=r"probe= of far_root_2 needs other inputs: .*no finite element"):
+        sw.register_op("b d -> b d", far_root, probe=lambda: (torch.rand(4, 6),))
+    with pytest.raises(RuleError, match="split on d"):
+        sw.register_op("b d -> b d", far_root, probe=lambda: (10 + torch.rand(4, 6),))
+
+
 def test_inputs_for_probing_serve_where_values_matter():
     """A matrix that is not positive definite has no such factor."""
 

@@ -200,7 +200,7 @@ def plan(
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
-    source = read_source(plan)
+    model, source = unwrapped(model), read_source(plan)
     count = cluster if isinstance(cluster, int) else cluster_size(cluster, source)
     microbatches, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
     expect_only(microbatches, ("microbatches",), "sw.plan", "it plans for the whole batch, and runs nothing")

@@ -25,7 +25,7 @@ from .capture.user_calls.kept import CALLEES
 from .errors import RuleError
 from .ir import Op
 from .ops import OpSpec, define_custom
-from .probe.check import SplitTrial
+from .probe.check import NothingProven, SplitTrial
 from .probe.custom_ops import (
     CustomOp,
     OpParameter,
@@ -226,7 +226,12 @@ def _check(kind: _Registration, rule: RuleLike, probe: Callable[[], Any] | None)
             warnings.warn(f"the rule of {own.name} is not checked: {why}; pass probe=", stacklevel=4)
             return
         for values in samples:
-            check_rule(own, rule, values, _talk)
+            try:
+                check_rule(own, rule, values, _talk)
+            except NothingProven as why:
+                if probe is not None:
+                    raise RuleError(f"probe= of {own.name} needs other inputs: {why}") from why
+                warnings.warn(f"the rule of {own.name} is not checked: {why}; pass probe=", stacklevel=4)
 
 
 def _see_changes(kind: _Registration, values: Values) -> None:

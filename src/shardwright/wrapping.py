@@ -35,7 +35,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         warnings.warn(
             "the model went through torch.compile, which is dropped: the module inside of it is compiled instead, and "
             "keys of state dicts have no _orig_mod. in front. Pass that module to hear no more of this",
-            stacklevel=3,
+            stacklevel=4,  # the user's line: this function, the public one, and what refuses moved keywords around it
         )
         model = inner
     faults = [*structure_faults(model)] or [*_module_faults(model), *_tensor_faults(model)]
@@ -108,7 +108,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Any], per_replica: b
         warnings.warn(
             f"no optimizer that was passed trains {', '.join(left[:SHOWN])}{more}. If another one does, pass all of "
             "them, as a list: sw.parallelize(model, [first, second]); if none shall, set requires_grad = False",
-            stacklevel=3,
+            stacklevel=4,  # the user's line: this function, the public one, and what refuses moved keywords around it
         )
 
 

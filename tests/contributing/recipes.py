@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "CONTRIBUTING.md"
-COPIED = ("src", "tests", "docs", "examples", "pyproject.toml", "README.md", "CONTRIBUTING.md")
+COPIED = ("src", "tests", "bench", "docs", "examples", "pyproject.toml", "README.md", "CONTRIBUTING.md")
 
 _SECTION = re.compile(r"^### (Add .*?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^(?P<above>[^\n]*)\n\n?```(?P<language>\w+)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwright import runtime
 from shardwright.capture import experts as mark_experts
 from shardwright.cost import AlgorithmCollective, TrainingSetup, algorithm_collectives
 from shardwright.layout import Axis, Block, Mesh, make_shard
-from shardwright.runtime.algorithms import losses, norms
 from shardwright.runtime.algorithms.experts import experts
 from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Groups
@@ -65,7 +65,7 @@ def loss_of(smoothing: float = 0.0):
 def test_cross_entropy_over_split_classes(smoothing):
     def run(rank, group):
         logits = torch.zeros(6, 5, requires_grad=True)
-        return losses.cross_entropy(logits, torch.arange(6), classes=group, label_smoothing=smoothing)
+        return runtime.cross_entropy(logits, torch.arange(6), classes=group, label_smoothing=smoothing)
 
     signature = loss_of(smoothing)
     sends = algorithm_collectives(signature, choice_of(signature, "classes"), MESH, TrainingSetup())
@@ -77,7 +77,7 @@ def test_cross_entropy_over_split_classes(smoothing):
 def test_a_mean_over_split_rows_sends_a_count():
     def run(rank, group):
         logits = torch.zeros(3, 10, requires_grad=True)
-        return losses.cross_entropy(logits, torch.arange(3), rows=group)
+        return runtime.cross_entropy(logits, torch.arange(3), rows=group)
 
     signature = loss_of()
     sends = algorithm_collectives(signature, choice_of(signature, "rows"), MESH, TrainingSetup())
@@ -89,7 +89,7 @@ def test_a_mean_over_split_rows_sends_a_count():
 def test_batch_norm_over_split_rows():
     def run(rank, group):
         x, weight, bias = torch.randn(4, 7, 3).requires_grad_(), torch.ones(7), torch.zeros(7)
-        return norms.batch_norm(x, weight, bias, torch.zeros(7), torch.ones(7), True, 0.1, 1e-5, group)[0]
+        return runtime.batch_norm(x, weight, bias, torch.zeros(7), torch.ones(7), True, 0.1, 1e-5, group)[0]
 
     by_op = signatures(nn.BatchNorm1d(7), torch.zeros(8, 7, 3, requires_grad=True))
     (signature,) = (candidate for target, candidate in by_op.items() if "batch_norm" in target)

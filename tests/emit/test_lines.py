@@ -17,6 +17,8 @@ NAMES = ", ".join(f"a_rather_long_name_{number}" for number in range(8))
         f"x = f({NAMES}, \"a) b, (c\", 'd,e')",
         f"x = f({NAMES}, \"with  # a sign and a \\\" quote\")",
         f"x = f(\"a,b\")(g, {NAMES})",
+        f"x = f(1, tied=({NAMES},),)",
+        f"x = f(1, tied=({NAMES}, {NAMES},),)",
     ],
 )  # fmt: skip
 def test_a_wrapped_call_is_the_same_call(call):
@@ -33,3 +35,8 @@ def test_a_short_line_stays_as_it_is():
 def test_a_long_line_that_is_no_call_only_loses_its_comment():
     line = "    " + " + ".join(NAMES.split(", "))
     assert narrowed(line + "  # a sum") == ["    # a sum", line]
+
+
+def test_brackets_around_an_expression_stay_an_expression():
+    line = f"x = ({' + '.join(NAMES.split(', '))})"
+    assert narrowed(line) == [line]

@@ -42,7 +42,7 @@ ALLOWED = {
     "lower/label_counts.py": (1, "a library's name, not an op"),
     "lower/overlap.py": (1, "joins linears with the reshard before them"),
     "lower/tidy.py": (7, "folds biases, and turns views into reshapes"),
-    "plan/joint/timed.py": (1, "statistics of a batch differ between microbatches"),
+    "plan/joint/microbatch_tables.py": (1, "statistics of a batch differ between microbatches"),
     "ir/recompute.py": (1, "a batch norm writes its statistics twice if it is recomputed"),
     "plan/stages.py": (1, "a library's name, not an op"),
     "probe/discover.py": (7, "ops whose kernels don't check what they are given"),

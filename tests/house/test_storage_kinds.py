@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from .source import SRC, files
@@ -24,6 +25,7 @@ KIND = re.compile(r"\b[Zz]ero[123]\b")
 LEVELS = ("level", "levels", "symbol", "zero_level")
 
 
+@lru_cache
 def kind_tests(root: Path) -> dict[str, int]:
     """How often files outside of `storage/` name a kind of storage, or compare a level; docstrings are left out."""
     counts: dict[str, int] = {}

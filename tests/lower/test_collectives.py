@@ -44,8 +44,8 @@ def test_tensor_parallel_blocks_sum_twice_forward_and_twice_backward_and_gather_
 @pytest.mark.parametrize(
     ("name", "block", "text", "inside"),
     [
-        ("hf_llama", "model.layers.1", "tp=4", {}),  # two heads of keys
-        ("gqa_fused", "blocks.1", "tp=4", {"shard_from_r": 3}),  # q, k and v come whole in a group; nothing is sent
+        ("hf_llama", "model.layers.1", "tp=4", {}),  # two KV heads
+        ("gqa_fused", "blocks.1", "tp=4", {"shard_from_r": 1}),  # queries are replicated in a group; nothing is sent
         ("gpt", "blocks.1", "tp=8", {"shard_from_r": 1}),  # four heads, each of a pair
     ],
 )

@@ -257,7 +257,7 @@ IN = {
 @pytest.mark.parametrize("take", [parallelize, make_plan, verify])
 def test_what_can_t_go_in_is_refused_with_the_way_out(tmp_path, what, take):
     make, said = IN[what]
-    options = {} if take is make_plan else {"directory": tmp_path}
+    options = {} if take is make_plan else {"compile": {"directory": tmp_path}}
     with pytest.raises(InputError, match=said):
         take(make(tmp_path), plan="single", example=(X,), **options)
 

@@ -255,7 +255,10 @@ def test_no_fixed_policy_is_better(name, model, request):
 def test_a_search_that_is_stopped_gives_the_best_so_far_and_says_so(deep):
     seen = []
     result = search(
-        deep, find("8xA100-80GB"), MIXED, SearchOptions(seconds=0.0), progress=lambda what, best: seen.append(what)
+        deep,
+        find("8xA100-80GB"),
+        MIXED,
+        SearchOptions(seconds=0.0, progress=lambda what, best: seen.append(what)),
     )
     assert result.plan.mesh.size == 8 and result.stopped
     assert seen and math.isfinite(result.best.time)

@@ -373,3 +373,18 @@ def test_a_result_that_does_not_depend_on_its_inputs_proves_no_split():
     call = make_call("cosine_embedding_loss", randn(6), randn(6), torch.tensor(-1.0), 0.99)
     rule, why = discover(call, run_plain)
     assert rule is None and "proves nothing" in why
+
+
+def test_an_op_is_probed_where_it_is_finite_or_not_at_all():
+    """NaN equals NaN under any split."""
+
+    def total(op, inputs):  # of each row, which a split of its dim needs `+` for
+        return [(inputs[0] - offset).sqrt().sum(-1)]
+
+    call = make_call("sum.dim_IntList", randn(6, 4), [1])
+    offset = 0.0
+    rule, why = discover(call, total, "positive")
+    assert rule is not None and rule.text == "a b+ -> a", why
+    offset = 9.0
+    rule, why = discover(call, total, "nowhere")
+    assert rule is None and "no finite element" in why

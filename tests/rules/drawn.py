@@ -130,7 +130,16 @@ def ways() -> dict[str, Way]:
 
 WHOLE_NUMBERS = ("bitwise", "gcd", "lcm", "shift", "__and__", "__or__", "logical")
 COMPLEX = ("real", "imag")
-NUMBERS = {"decimals": 2, "n": 2, "p": 2, "exponent": 2, "negative_slope": 0.1, "threshold": 0.2, "value": 0.5}
+NUMBERS = {
+    "decimals": 2,
+    "n": 2,
+    "p": 2,
+    "exponent": 2,
+    "negative_slope": 0.1,
+    "threshold": 0.2,
+    "value": 0.5,
+}
+"""What numbers among the arguments are, by name; others are 2 if they are whole, and 0.7."""
 
 
 def _schema(target: str) -> Any:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.capture.interpret import run
-from shardwright.errors import RuleError
 from shardwright.ir import Op
 from shardwright.probe import check_role
+from shardwright.probe.check import WrongSplit
 from shardwright.rules import Analysis, analyse
 
 Observed = dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
@@ -50,10 +50,13 @@ def splits(analysis: Analysis, parts: Sequence[int] = (2, 3)) -> Iterator[tuple[
 
 
 def check_split(analysis: Analysis, seen: Observed, op: Op, role: str, parts: int) -> bool:
-    """Assert that the split is right; False where an algorithm of the runtime does it (tested there)."""
+    """Assert that the split is right; False where an algorithm of the runtime does it (tested there).
+
+    Raises NothingProven if a result or a gradient is finite nowhere.
+    """
     if op.target.startswith("call."):
         return False
     try:
         return check_role(analysis, op, role, parts, seen[op.name][0])
-    except RuleError as error:
+    except WrongSplit as error:
         raise AssertionError(str(error)) from error

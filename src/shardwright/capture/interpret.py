@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GraphError, InputError
+from ..errors import GraphError, InputError, LoweringError
 from ..ir import Dtype, Graph, Op, Slot
 from .captured import CapturedGraph, ImportedFunction
 
@@ -96,6 +96,8 @@ def run_op(
 
 
 def overload_of(op: Op) -> Any:
+    if op.target.count(".") != 2:
+        raise LoweringError(f"{op} can't be run here: it is no op of torch, and its definition in ops/ has no `runs`")
     space, name, overload = op.target.split(".")
     return getattr(getattr(getattr(torch.ops, space), name), overload)
 

@@ -7,9 +7,9 @@ they follow each other in the best order, each on what the others have left of t
 
 Where several axes change alike, one step over their product may take their place. These are paths that the search for
 a single pair (`reshard_search`) goes through too, so it never finds a more expensive one. Not every order is possible:
-a shard that takes a factor of a dim from another axis has to wait until that has left it. Where each waits for the
-other, one is lifted: gathered before the others change, and sharded again after. Shards that keep their place among
-those of their dim (uneven ones under others) are priced by the search.
+a shard that takes a factor of a dim from another axis has to wait until that has left it. There an axis may be lifted:
+made invariant before the others change, and what it has to be after. Shards that keep their place among those of their
+dim (uneven ones under others) are priced by the search.
 """
 
 from __future__ import annotations
@@ -84,11 +84,10 @@ class ReshardTables(ClusterPrices):
             for order in permutations([unit, *(other for other in single if other[0] not in unit)]):
                 allowed = alike.allowed(order[0] == unit, order[-1] == unit)
                 cheapest.offer(_in_turn(pairs, tables, order), allowed & _possible(order, waits))
-        left = np.isinf(cheapest.sums)
-        for lifted in pairs.moving if waits and left.any() else ():
-            ends, allowed = self._lift(pairs, lifted, bytes, gradient), left & pairs.resharded(lifted)
+        for lifted in pairs.moving if waits else ():
+            ends, waiting = self._lift(pairs, lifted, bytes, gradient), np.logical_or.reduce([*waits.values()])
             for order in permutations([unit for unit in single if unit != (lifted,)]):
-                cheapest.offer(ends + _in_turn(pairs, tables, order, lifted), allowed & _possible(order, waits))
+                cheapest.offer(ends + _in_turn(pairs, tables, order, lifted), waiting & _possible(order, waits))
         for i, j in np.argwhere(pairs.stuck):
             cheapest.rows[i, j] = self._searched(starts[i], goals[j], bytes, gradient)
         prices = np.zeros((*pairs.shape, COUNT))
@@ -150,10 +149,11 @@ class ReshardTables(ClusterPrices):
         return tuple(map(np.array, zip(*(self._table(axes, base, gradient) for base in bases), strict=True)))
 
     def _lift(self, pairs: _Pairs, axis: int, bytes: float, gradient: bool) -> np.ndarray:
-        """Gathering an axis before all others change, and sharding it again after that."""
+        """Making an axis invariant before all others change, and what it has to be after that."""
         letters, *_ = self._by_mask((axis,), bytes, gradient)
         before, after = pairs.mask((axis,), ()), pairs.mask((axis,), pairs.axes)
-        ends: np.ndarray = letters[before, S, INV] + letters[after, INV, S]
+        start, goal = np.divmod(pairs.codes[axis], len(LETTERS))
+        ends: np.ndarray = letters[before, start, INV] + letters[after, INV, goal]
         return ends
 
     def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -337,12 +337,6 @@ class _Pairs:
         """All sets of two axes or more on which something moves."""
         for size in range(2, len(self.moving) + 1):
             yield from combinations(self.moving, size)
-
-    def resharded(self, axis: int) -> np.ndarray:
-        """Which pairs shard something on an axis before and after."""
-        start, goal = self.sharded[axis]
-        both: np.ndarray = (start & goal).astype(bool)
-        return both
 
     def mask(self, unit: Unit, before: Collection[int], lifted: int | None = None) -> np.ndarray:
         """Which of the other axes shard the value when a unit has its turn after others, as bits."""

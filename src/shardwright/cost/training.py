@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..ir.graph import ITEM_SIZE, Value
 
-STATES = {"none": 0, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}
+STATES = {
+    "none": 0,
+    "sgd": 0,
+    "momentum": 1,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "lion": 1,
+    "adam": 2,
+    "adamw": 2,
+}
 """How many tensors of its own size an optimizer keeps for a parameter."""
 
 MASTER = 4  # bytes of float32

@@ -20,6 +20,8 @@ def narrowed(line: str) -> list[str]:
     if len(code) <= WIDTH or not code.endswith((")", "),", "],")):
         return [*above, code]
     head, items, tail = _arguments(code)
+    if len(items) == 1 and head.endswith((" (", "((", "=(")):
+        return [*above, code]  # brackets around an expression: with a comma in them they would be a tuple
     lines = [*above, head]
     for item in items:
         if lines[-1] != head and len(lines[-1]) + len(item) + 2 <= WIDTH:
@@ -45,7 +47,7 @@ def _arguments(code: str) -> tuple[str, list[str], str]:
             opened[-1].append(at)
     bounds = [*opened[-1], end]
     items = [code[start + 1 : stop].strip() for start, stop in pairwise(bounds)]
-    return code[: bounds[0] + 1], items, tail
+    return code[: bounds[0] + 1], items if items[-1] else items[:-1], tail
 
 
 def _outside_of_strings(code: str) -> Iterator[tuple[int, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 from ..ir import Dtype, Op, Slot
 from ..layout import MB, Block, Shard, chunk_bounds
 from ..lower import LoweredProgram, Size
+from ..ops import op_kind
 from ..ops.norms import batch_norm_faults
 from ..ops.reading import UnreadableLineError, dotted, keywords
 from .parse import parse_line, spec_of_line
@@ -178,12 +179,22 @@ class Scope:
             return None
 
 
+def _where_it_reads(op: Op) -> str:
+    """The field that says how lines of an op read."""
+    kind, spec = op_kind(op.target.removeprefix("weights.")), spec_of_line(op)
+    if spec.prints is None:
+        return ""
+    if spec.reads is None:
+        return f"; {kind} has no `reads`, the form of the line that its `prints` writes (its definition in ops/)"
+    return f"; `prints` and `reads` of {kind} don't agree (its definition in ops/)"
+
+
 def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
     """Where the right-hand side of a line says something else than its op."""
     try:
         read = parse_line(op, node)
     except UnreadableLineError as error:
-        yield str(error)
+        yield f"{error}{_where_it_reads(op)}"
         return
     path = scope.file.functions.get(dotted(node.func)) if isinstance(node, ast.Call) else None
     if path is not None and op.target != f"call.{path}":
@@ -195,7 +206,9 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
             if not _may_be_left_out(op, name, value, unsaid, scope):
                 yield f"{name}={value!r} is not in it"
         elif not _says(scope, op, name, written, value):
-            yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op"
+            group = name not in GROUPS and isinstance(value, tuple) and ast.unparse(written).startswith("self.")
+            hint = f"; an argument of axes is called {', '.join(GROUPS[:-1])} or {GROUPS[-1]}" if group else ""
+            yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op{hint}"
     for name, written in read.items():
         if not (_is_constant(written, None) or (name in unsaid and _says(scope, op, name, written, unsaid[name]))):
             yield f"{name}={ast.unparse(written)} is in it, and not in the op"
@@ -229,7 +242,12 @@ def expected(op: Op, scope: Scope) -> dict[str, Any]:
             arguments.pop(flag, None)
         state = {spec.state: "R"} if spec.state is not None else {}
         return {"x": Slot(0), **arguments, **state}
-    return arguments if spec.expects is None else spec.expects(op, arguments, scope.file.keys)
+    if spec.expects is None:
+        return arguments
+    program = scope.file.program  # of a tied parameter, the key by which lines call it
+    own = {stored.name: stored.value for stored in program.parameters}
+    own |= {buffer.key: buffer.value for buffer in program.graph.buffers}
+    return spec.expects(op, arguments, own)
 
 
 def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:

@@ -58,7 +58,10 @@ def simulate_stage_memory(
     """One microbatch of a stage. `queued`: bytes from its backward until the gradients of parameters are made."""
     program = read_program(lowered, training, traits)
     parameters = [
-        replace(parameter, storage=parameter.storage.while_accumulating()) for parameter in program.parameters
+        parameter
+        if (accumulating := parameter.storage.while_accumulating()) is parameter.storage
+        else replace(parameter, storage=accumulating)
+        for parameter in program.parameters
     ]
     program.parameters[:] = [
         parameter if parameter.storage.shards_parameter or not parameter.trainable else replace(parameter, sums=(MB,))

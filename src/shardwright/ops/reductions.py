@@ -10,10 +10,21 @@ from ..rules.dims import blocked, label_dims, marked, through, write_rule
 from ..rules.notation import Rule
 from ..rules.registry import OpCall
 from ..rules.signature import Signature
-from .contexts import LocalCall, Passes, ProgramOnRank, TracedCall
+from .contexts import (
+    LocalCall,
+    Passes,
+    ProgramOnRank,
+    TracedCall,
+)
 from .localizing import divided
 from .pointwise import GRADIENT_ONLY, plain
-from .printing import Printer, Printing, bracketed, function, functional
+from .printing import (
+    Printer,
+    Printing,
+    bracketed,
+    function,
+    functional,
+)
 from .spec import Kernel, define
 
 

@@ -3,9 +3,9 @@
 An op is defined once, in the file of its family, with everything that any part of the compiler
 asks about it. What is not said has a default that is safe: an op without a rule runs replicated
 (or is probed), one of which nobody says what autograd saves saves all it can, and one without a
-printer is printed as `torch.ops`. So a new elementwise op is one line:
+printer is printed as `torch.ops`. So a new elementwise op is one line (`elementwise` of pointwise.py gives the rule):
 
-    define("celu", rule=elementwise, keeps_order=True, saved="0", kernel=Kernel.FUNCTION)
+    elementwise("special_zeta", saved="0 1", kernel=Kernel.FUNCTION)
 
 Names are those of aten without their overload ("add"); ops of other libraries, the runtime's and
 the user's are named in full ("runtime.dropout"). What differs between the overloads of an op is

@@ -38,12 +38,21 @@ class WrongSplit(RuleError):
         self.details = details
 
 
+class NothingProven(RuleError):
+    """A split whose inputs can't show whether it is right: every NaN looks like the others."""
+
+
 def run_plain(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     return run_op(op, inputs, {})
 
 
 def differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
+
+
+def informative(x: Tensor) -> bool:
+    """Whether other values could be told from it: without a finite element, any NaN passes for it."""
+    return not differentiable(x) or not x.numel() or bool(torch.isfinite(x.detach()).any())
 
 
 def mesh_of(parts: int) -> Mesh:
@@ -58,8 +67,9 @@ def parts_of(units: int) -> tuple[int, ...]:
 def check_role(
     analysis: Analysis, op: Op, role: str, parts: int, inputs: Sequence[Tensor], run: Run = run_plain
 ) -> bool:
-    """Raise a RuleError unless the split is right; False if an algorithm does it, which has its own tests.
+    """Raise a WrongSplit unless it is right; False if an algorithm does it, which has its own tests.
 
+    If a result or a gradient has no finite element with these inputs, nothing is proven: raise NothingProven.
     `inputs` are the global inputs. `role` is a choice of the op's signature: a role, or "partial:1".
     """
     trial = SplitTrial(analysis, op, role, parts, inputs, run)
@@ -119,7 +129,7 @@ class SplitTrial:
             raise self.wrong(f"its backward does not run on shards: {str(error).splitlines()[0]}") from error
 
     def judge(self, ranks: Sequence[Outcome]) -> None:
-        """Raise a RuleError if the ranks' outputs don't recombine to the global ones."""
+        """Raise a WrongSplit if the ranks' outputs don't recombine to the global ones, NothingProven if none could."""
         layouts = self.program.layouts
         for at, name in enumerate(self.op.outputs):
             off = apart([outputs[at] for outputs, _ in ranks], self.expected[at], layouts[name], self.mesh)
@@ -131,6 +141,14 @@ class SplitTrial:
                 off = apart([gradients[at] for _, gradients in ranks], gradient, layouts[name].gradient(), self.mesh)
                 if off:
                     raise self.wrong(f"the gradient of input {at + 1} {off}")
+        named = [(f"result {at}", x) for at, x in enumerate(self.expected, 1)]
+        named += [(f"the gradient of input {at}", x) for at, x in enumerate(self.wanted, 1) if x is not None]
+        empty = [name for name, x in named if not informative(x)]
+        if empty:
+            raise NothingProven(
+                f"{self.op}: {' and '.join(empty)} of the global op has no finite element with these inputs, which "
+                "can't show whether a split is right"
+            )
 
     def wrong(self, fault: str) -> WrongSplit:
         return WrongSplit(f"{self.op} {self.label}: {fault}", f"{self.label} {fault}")

@@ -305,7 +305,7 @@ def _hint(own: CustomOp, rule: Rule, call: OpCall, inputs: Sequence[Tensor], lab
             for parts in parts_of(roles[0].size):
                 trial = SplitTrial(analysis, op, roles[0].name, parts, inputs, own)
                 trial.judge([trial.rank(index, own) for index in range(parts)])
-        except (WrongSplit, IndexError):
+        except (RuleError, IndexError):
             continue
         return f"; did you mean {change}?"
     return f"; write {label}^ if it can't be split"

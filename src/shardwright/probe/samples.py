@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ir import Op, Value
 from ..rules import OpCall
-from .check import Run
+from .check import Run, backward, informative
 
 SMALL = 2_000
 """Maximum elements of all tensors of a call that is probed as it is."""
@@ -73,14 +73,29 @@ def make_sample(call: OpCall, run: Run) -> Sample:
             error = error or refusal
             continue
         if _alike(outputs, call.outputs):
-            return _with_outputs(sample, call, outputs)
+            if _proves(sample, run):
+                return _with_outputs(sample, call, outputs)
+            error = error or ValueError("its result or a gradient has no finite element")
     if error is None or elements > LARGE:
         raise NotProbed(f"it has {elements} elements and does not run with fewer" + (f" ({error})" if error else ""))
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
 
 
+def _proves(sample: Sample, run: Run) -> bool:
+    """Whether results and gradients have finite elements: normal numbers may be outside of the op's domain."""
+    values = sample.call.inputs
+    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(0), values, strict=True)]
+    try:
+        outputs = run(sample.call.op, inputs)
+        gradients = backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)
+    except Exception:  # whoever probes the op says why its backward does not run
+        return True
+    return all(informative(x) for x in (*outputs, *gradients) if x is not None)
+
+
 def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) -> Sample:
     """The call at the smallest sizes at which it runs and is accepted; may raise NotProbed."""
+    infinite: Sample | None = None
     for image in (_distinct(call), _images(call)):
         for kind, wide in KINDS:
             sample = _mapped(call, image, kind, wide)
@@ -92,7 +107,11 @@ def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) ->
                 continue
             sample = _with_outputs(sample, call, outputs)
             if _alike(outputs, call.outputs) and accept(sample):
-                return sample
+                if all(map(informative, outputs)):
+                    return sample
+                infinite = infinite or sample
+    if infinite is not None:  # its shapes can be checked
+        return infinite
     raise NotProbed("it does not run at small sizes")
 
 

@@ -5,7 +5,8 @@ trusted by everything after them. Here the op runs globally and on shards, forwa
 its arguments in this model. Results are cached for the process, like those of probing.
 
 Not tested: ops whose shards communicate (they have their own tests), calls that don't run with
-random inputs, opaque submodules (checked when captured), and ops that return uninitialized memory.
+random inputs or give nothing finite, opaque submodules (checked when captured), and ops that return
+uninitialized memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..errors import LoweringError, raise_all
 from ..ir import Op
 from ..ops.user_calls import OPAQUE
 from ..rules import FAN, ROWS, Analysis, Choices, OpCall, Rule, analyse, find_rule
-from .check import WrongSplit, check_role, parts_of
+from .check import NothingProven, WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
 
@@ -93,4 +94,6 @@ def _judge(sample: Sample, choice: str) -> str:
             check_role(analysis, op, choice if role is None else role.name, parts, sample.draw(3), careful(run_known))
         except WrongSplit as error:
             return error.details
+        except NothingProven:
+            return ""
     return ""

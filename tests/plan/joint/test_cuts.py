@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from shardwright.plan.joint.cuts import cut_into_stages
+from shardwright.plan.joint.stage_cuts import cut_into_stages
 
 
 def tables(weights: list[float], stages: int, speed: list[float] | None = None) -> list[np.ndarray]:

@@ -12,9 +12,9 @@ from shardwright.errors import PlanError
 from shardwright.plan.auto import SearchOptions
 from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.joint import note_of, predicted
-from shardwright.plan.joint.candidates import bound_of
+from shardwright.plan.joint.bounds import bound_of
+from shardwright.plan.joint.ranks import PipelineRequest, PipelineSetup
 from shardwright.plan.joint.search import PipelineSearch
-from shardwright.plan.joint.setup import PipelineRequest, PipelineSetup
 from shardwright.plan.limits import Limits
 from shardwright.schedule import KINDS
 
@@ -153,7 +153,6 @@ def test_the_search_ends_when_it_is_told():
         language(layers=4),
         find("4xA100-80GB"),
         MIXED,
-        SearchOptions(seconds=0.0),
-        progress=lambda *report: calls.append(report),
+        SearchOptions(seconds=0.0, progress=lambda *report: calls.append(report)),
     )
     assert calls

@@ -1,8 +1,10 @@
 """The joint planner: flat plans and pipelines, searched together.
 
-Read `planner.py` (the decision between them), `search.py` and `candidates.py` (the loop), `blocks.py` and `ranks.py`
-(where stages may begin, and their devices), `timed.py`, `fronts.py` and `stage.py` (the cost of a stage), `cuts.py`
-(boundaries of stages), `bounds.py` (lower bounds), then `trial.py` and `refine.py` (the best candidates, exactly).
+`planner.py` is the whole of it in order; read it first, then `search.py`, the loop over pipelines. A pipeline is made
+of pipeline ranks (`ranks.py`), cut into stages (`stage_cuts.py`). Tables for microbatches (`microbatch_tables.py`) are
+solved at some prices of memory (`pareto_front.py`), which gives the cost of any stage (`stage_costs.py`). Pipelines
+come in the order of their bounds (`bounds.py`, `candidates.py`); the best are solved exactly (`solved_stages.py`), and
+`predict.py` says what the plan costs.
 """
 
 from .planner import JointResult, find_plan

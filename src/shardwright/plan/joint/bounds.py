@@ -7,17 +7,24 @@ of memory. In t seconds and r bytes a rank can do at most the fraction
     step >= the least t for which the fractions of all ranks sum to 1           least_seconds
 
 A schedule adds what a microbatch waits for while the pipeline fills and drains: a fraction of the other stages' time.
+`ParameterBounds` is the least that parameters cost, whatever the ops do: the part of bounds that needs no tables.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ...cost.resources import COUNT, phases, row
+from ..problem_structure import ProblemStructure
+from ..storage_options import StorageOptions
 
 Floats = NDArray[np.float64]
 
@@ -102,3 +109,53 @@ def idle_seconds(alone: Sequence[float], fill: float) -> float:
 def _shared(alone: Sequence[float]) -> float:
     """Seconds that ranks take together for what each would take alone; 0 if there is nothing to do."""
     return 1.0 / sum(1.0 / each for each in alone) if all(alone) else 0.0
+
+
+SECONDS = row(compute_backward=1.0, beside_forward=1.0, beside_backward=1.0, update=1.0)
+"""The resources that make up the time of parameters."""
+
+
+class ParameterBounds:
+    """The least that all parameters of a graph cost on a pipeline rank, each in its own best storage."""
+
+    def __init__(self, skeleton: ProblemStructure, storage_options: Sequence[StorageOptions], overlap: float) -> None:
+        many = Counter(skeleton.variables[at].kind for at in skeleton.storage_options.values())
+        priced = [(options.used, many[kind]) for kind, options in enumerate(storage_options) if len(options.used)]
+        self.overlap, self.counts = overlap, np.array([count for _, count in priced], dtype=float)
+        self.used = np.concatenate([np.zeros((0, COUNT)), *(used for used, _ in priced)])
+        self._fast: dict[int, float] = {}
+        self.starts = np.cumsum([0, *(len(used) for used, _ in priced)])[:-1]
+
+    def least_at(self, prices: np.ndarray, microbatches: int) -> np.ndarray:
+        """At each price of memory the least of seconds of a step + price * bytes stored.
+
+        Seconds are those of accumulating gradients, of overlapped communication as far as it is always exposed, and of
+        the update.
+        """
+        time = np.sum([forms[0] for forms in phases(self.overlap, microbatches)], axis=0) * SECONDS
+        return self._least(time[:, None] + prices * row(stored=1.0)[:, None])
+
+    def _least(self, weights: np.ndarray) -> np.ndarray:
+        if not len(self.used):
+            return np.zeros(weights.shape[1])
+        least: np.ndarray = self.counts @ np.minimum.reduceat(self.used @ weights, self.starts)
+        return least
+
+    def most(self, weights: np.ndarray) -> float:
+        """What all of them cost, each in its most expensive storage."""
+        if not len(self.used):
+            return 0.0
+        return float(self.counts @ np.maximum.reduceat(self.used @ weights, self.starts))
+
+    def fast_stored(self, microbatches: int) -> float:
+        """Bytes per device if every parameter is in its fastest storage."""
+        if microbatches not in self._fast:
+            cheap = 1e-9 / max(self.stored, 1.0)  # seconds for all bytes: breaks ties in favour of the leaner storage
+            both = self.least_at(np.array([0.0, cheap]), microbatches)
+            self._fast[microbatches] = float(both[1] - both[0]) / cheap
+        return self._fast[microbatches]
+
+    @cached_property
+    def stored(self) -> float:
+        """The least bytes per device."""
+        return float(self._least(row(stored=1.0)[:, None])[0])

@@ -1,8 +1,8 @@
 """A plan for a graph, flat or as a pipeline, whichever is faster.
 
 A flat plan is searched first (`plan.auto`); a pipeline has to be faster, or the flat plan must not fit. The best
-pipelines are solved stage by stage (`refine`), and a memory simulation says whether they fit; what it finds beyond
-the sums is reserved, and they are solved again.
+pipelines are solved stage by stage (`solved_stages`), and a memory simulation says whether they fit; what it finds
+beyond the sums is reserved, and they are solved again.
 """
 
 from __future__ import annotations
@@ -14,21 +14,99 @@ from dataclasses import dataclass
 
 from ...cluster import Cluster
 from ...cost import TrainingSetup
+from ...errors import PlanError
 from ...memory import MemoryPeak
 from ...rules import Analysis
+from ...rules.replica_axes import is_replica
+from ...schedule import schedule_kind
 from ..auto import NothingFits, SearchResult
 from ..auto import search as search_flat
+from ..clash import format_bytes
 from ..context import SearchContext
-from ..limits import bind
+from ..limits import Limits, bind
+from ..pipeline import check_microbatches
 from ..plan import Plan
 from ..search_options import SearchOptions
-from .ranks import RankDevices
-from .refine import Refiner, SolvedStage
-from .request import axes_of, check_pipeline_request, needs_pipeline, nothing_found, pipeline_request
+from .candidates import PipelineTrial
+from .ranks import PipelineRequest, PipelineSetup, RankDevices
 from .search import PipelineSearch, PipelineSearchResult
-from .setup import PipelineSetup
-from .solved import SolvedPipeline
-from .trial import PipelineTrial
+from .solved_stages import Refiner, SolvedPipeline, SolvedStage
+
+
+def pipeline_request(limits: Limits, options: SearchOptions) -> PipelineRequest:
+    """What constraints and arguments ask of stages, microbatches and the schedule."""
+    constraints = limits.pipeline
+    count = constraints.get("microbatches", options.microbatches)
+    if options.microbatches not in (None, count):
+        raise PlanError(
+            f"PipelineOptions(microbatches={options.microbatches}), but a constraint asks for {count}; leave one of "
+            "them out"
+        )
+    stages, schedule = constraints.get("stages"), constraints.get("schedule")
+    return PipelineRequest(
+        stages=None if stages is None else int(stages),
+        microbatches=None if count is None else int(count),
+        schedule=None if schedule is None else schedule_kind(str(schedule)),
+    )
+
+
+def needs_pipeline(request: PipelineRequest, limits: Limits) -> bool:
+    """Whether a flat plan can't meet the request."""
+    return (request.stages or 1) > 1 or (request.microbatches or 1) > 1 or bool(limits.pivots)
+
+
+def axes_of(limits: Limits) -> tuple[str, str]:
+    """The names of the two axes of a pipeline rank: those that the user named, else x and y, renamed later by use."""
+    data = [name for name, demands in limits.axes.items() if is_replica(name) or any(demand.data for demand in demands)]
+    inner = [name for name in limits.axes if name not in data]
+    if len(data) > 1 or len(inner) > 1:
+        return "x", "y"  # no pipeline rank has all of them
+    return (data or ["x"])[0], (inner or ["y"])[0]
+
+
+def check_pipeline_request(search: PipelineSearch) -> None:
+    """Refuse an impossible request, with the numbers that clash."""
+    request, blocks, setup = search.setup.request, search.blocks, search.setup
+    graph = setup.analysis.graph
+    least = len(blocks.pivots) + 1
+    if request.stages is not None and request.stages > setup.size:
+        raise PlanError(
+            f"{request.stages} stages are asked for, and there are {setup.size} devices; use {setup.size} at most"
+        )
+    if request.stages is not None and request.stages > blocks.count:
+        most = f"in {blocks.count} at most; use fewer" if blocks.count > 1 else "nowhere; use 1"
+        raise PlanError(f"{request.stages} stages are asked for, and {graph.name} can be cut {most}")
+    if request.stages is not None and request.stages < least and request.schedule is None:
+        raise PlanError(
+            f"{request.stages} stages are asked for, and {least - 1} modules that a stage begins with; ask for {least}"
+        )
+    count = request.microbatches or 1
+    if count > 1 and not setup.local:
+        if search.fault is not None:
+            raise PlanError(
+                f'{count} microbatches are asked for, but {search.fault}; use 1, or pipeline.semantics="local", '
+                "which makes each of them a batch of its own"
+            )
+        check_microbatches(graph, count, 1, False)
+
+
+def nothing_found(search: PipelineSearch) -> PlanError:
+    """The error if nothing that meets the request fits."""
+    request, setup = search.setup.request, search.setup
+    demands = [
+        f"{value} {name}"
+        for name, value in (("stages", request.stages), ("microbatches", request.microbatches))
+        if value
+    ]
+    demands += [f"the schedule {request.schedule.name}"] if request.schedule else []
+    conditions = f" with {' and '.join(demands)}" if demands else ""
+    rooms = format_bytes(setup.room(search.single_device()))
+    graph = setup.analysis.graph
+    return PlanError(
+        f"no pipeline{conditions} was found that fits {graph.name} with a batch of {graph.batch} on "
+        f"{setup.size} devices of {setup.cluster} with {rooms} each; ask for less, use more devices or a smaller batch"
+    )
+
 
 ATTEMPTS = 4
 """How often a pipeline is solved until it fits: its transient memory is known only once it is solved."""

@@ -11,9 +11,9 @@ from ...ir import Graph
 from ...memory import MemoryPeak
 from ..auto import SearchResult
 from ..digest import stored_bytes
+from .candidates import PipelineTrial
 from .planner import JointResult, PipelineResult
-from .solved import SolvedPipeline, layers_of_part
-from .trial import PipelineTrial
+from .solved_stages import SolvedPipeline, layers_of_part
 
 NEXT = 6
 """Runners-up that a plan file names."""

@@ -1,4 +1,4 @@
-"""Pipeline ranks: the devices that run the same stages, and the mesh they form.
+"""Pipeline ranks (the devices that run the same stages, and the mesh they form), and the inputs of a pipeline search.
 
 Pipeline ranks are laid out in the order of the cluster's ranks, or with its groups reversed. Ranks on groups of
 different devices may differ in size; on one group they are equal, or, where the count does not divide, of two sizes.
@@ -9,13 +9,19 @@ In a pipeline rank the outer axis splits the batch, and the inner one, inside a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
 from ...cluster import Cluster
+from ...cost import TrainingSetup
 from ...layout import Axis, Mesh
+from ...rules import Analysis
+from ...schedule import ScheduleKind
+from ..context import SearchContext
+from ..limits import Limits
 from ..meshes import divisors
 
 MOST_UNEQUAL = 8
@@ -132,3 +138,46 @@ class RankKinds:
 
 def _inside(cluster: Cluster, rank: int) -> int:
     return cluster.groups[cluster.node_of(rank)[0]].node.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRequest:
+    """What the user asks of a pipeline; None leaves it open."""
+
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: ScheduleKind | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSetup:
+    """The graph, the cluster, the request.
+
+    size       how many devices of the cluster
+    room       the memory limit of a device of a pipeline rank
+    local      the graph is that of one microbatch
+    names      of the outer and the inner axis of a pipeline rank
+    context    that of the flat search, reused where possible
+    slack      relative gain below which another pipeline is not tried
+    upper      seconds that a pipeline has to beat
+    """
+
+    analysis: Analysis
+    cluster: Cluster
+    training: TrainingSetup
+    limits: Limits
+    size: int
+    room: Callable[[RankDevices], float]
+    recompute: bool = True
+    local: bool = False
+    names: tuple[str, str] = ("x", "y")
+    request: PipelineRequest = field(default_factory=PipelineRequest)
+    context: SearchContext | None = None
+    slack: float = 0.005
+    upper: float = math.inf
+    stop: Callable[[], bool] = lambda: False
+    progress: Callable[[str, float], None] = lambda what, best: None
+
+    def parts(self, microbatches: int) -> int:
+        """Into how many microbatches the graph's batch is split."""
+        return 1 if self.local else microbatches

@@ -1,8 +1,8 @@
 """The search over pipelines: stages, the devices and the mesh of each, microbatches, the schedule, cuts, recomputation.
 
     for all pipeline ranks, numbers of microbatches, schedules     bound a step from below (`candidates`)
-    the most promising first                                       cut the graph (`cuts`), each stage by solutions that
-                                                                   fit its memory (`front`, `stage`), and simulate it
+    the most promising first                                       cut the graph (`stage_cuts`), each stage by solutions
+                                                                   that fit its memory (`stage_costs`); simulate it
     until no bound is lower                                        than the best that was found
 
 One stage with several microbatches is gradient accumulation within a step, and is searched here too.
@@ -22,17 +22,13 @@ from ...cost import strides_of
 from ...rules import Analysis
 from ...schedule import ScheduleKind
 from ..stages import OpSequence
-from .blocks import Blocks
 from .bounds import LeastCosts, idle_seconds, least_seconds, load_of
-from .candidates import PipelineCandidate, PipelineCandidates, for_each
-from .cuts import cut_into_stages
-from .front import StageSolution
-from .fronts import StageFronts
-from .ranks import RankDevices
-from .setup import PipelineSetup
-from .stage import StageChoice, StageCost
-from .timed import fault_of_time
-from .trial import Mix, PipelineTrial, run_of
+from .candidates import Mix, PipelineCandidate, PipelineCandidates, PipelineTrial, for_each, run_of
+from .microbatch_tables import fault_of_time
+from .pareto_front import StageSolution
+from .ranks import PipelineSetup, RankDevices
+from .stage_costs import StageChoice, StageCost, StageFronts
+from .stage_cuts import Blocks, cut_into_stages
 
 Prices = Callable[[RankDevices, float, float, float], LeastCosts | None]
 """For a pipeline rank, times of a microbatch, microbatches in flight and a memory limit: the least costs at some

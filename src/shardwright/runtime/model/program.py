@@ -7,8 +7,10 @@ A generated file holds one class. Loading it gives an object on which the user's
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +21,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.errors import InputError, LayoutError
+from shardwright.errors import InputError, LayoutError, LoweringError
 from shardwright.layout import Reduction, Shard
 from shardwright.layout import chunk_bounds as share_of
 
@@ -35,6 +38,9 @@ from ..parameters.zero3 import UnitGatherer
 from ..world import Group, Groups, Moment
 from .methods import running
 from .pinned import ADDED, pin
+
+_HOMES = {"torch": torch, "F": F}
+_CALL = re.compile(r"\b(torch|F)\.(\w+)\(")
 
 
 def local_size(size: int, group: Group) -> int:
@@ -268,7 +274,23 @@ def load_file(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    _check_functions(path)
     return module
+
+
+def _check_functions(path: Path) -> None:
+    """Refuse a call of a function that torch does not have now, and not in the first step."""
+    text = path.read_text(encoding="utf-8")
+    unknown = {call for call in _CALL.findall(text) if not hasattr(_HOMES[call[0]], call[1])}
+    if not unknown:  # else it may be a comment
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value), node.attr) in unknown:
+            raise LoweringError(
+                f"{path}, line {node.lineno}: torch {torch.__version__} has no {ast.unparse(node)}. Give the op "
+                f"{node.attr} in ops/ a printer of its own with a `reads` that agrees (instead of `prints=function`), "
+                "or no `prints`"
+            )
 
 
 def program_class(module: ModuleType) -> type[Program]:

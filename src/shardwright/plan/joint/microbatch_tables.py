@@ -35,7 +35,7 @@ from ..problem_structure import ProblemStructure
 from ..spaces import ChoiceSpaces
 from ..storage_options import ParameterCollective, StorageOptions, StoragePricing
 from ..tables import Tables, storage_options_of
-from .parameters import ParameterBounds
+from .bounds import ParameterBounds
 from .ranks import RankDevices, RankKinds
 
 

@@ -4,7 +4,7 @@ and memory.
 Each point is a solution for all ops at once, at some price of memory: the fastest, the leanest, and some in between.
 The cost of every block is known for each, so the cost of a stage, which is a run of blocks, is a difference of two
 sums. Solutions of different blocks can be mixed; what that loses at the seams is found when the stages of a pipeline
-are solved by themselves (`refine`).
+are solved by themselves (`solved_stages`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,44 @@ from ...cost import is_matmul, local_call
 from ...cost.reshard_prices import NEVER
 from ...cost.resources import COUNT, Resource, memory, phases, row
 from ..problem_structure import OpTable
-from ..search.elimination import Elimination
+from ..search.elimination import Elimination, TooWide, eliminate
 from ..tables import Tables
-from .blocks import BlockOfEntries, Blocks
-from .bounds import LeastCosts
-from .parameters import ParameterBounds
-from .solver import Solver
+from .bounds import LeastCosts, ParameterBounds
+from .stage_cuts import BlockOfEntries
+
+
+class Solver:
+    """Finds the elimination steps once for each structure."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[int, ...] | None], tuple[Elimination, list[int]]] = {}
+
+    def elimination(self, tables: Tables) -> Elimination | None:
+        """None if the graph is too wide to be eliminated."""
+        if not tables.is_plain:  # then its groups differ from those of other tables
+            return self._eliminate(tables)
+        known = self._known.get((id(tables.skeleton), tables.sizes)) or self._known.get((id(tables.skeleton), None))
+        refitted = known[0].fitting([tables.arrays[number] for number in known[1]]) if known is not None else None
+        if refitted is not None:
+            return refitted
+        new = self._eliminate(tables)
+        if new is not None:
+            entry = (new, self._numbers(tables, new))
+            self._known[id(tables.skeleton), tables.sizes] = entry
+            self._known.setdefault((id(tables.skeleton), None), entry)
+        return new
+
+    def _eliminate(self, tables: Tables) -> Elimination | None:
+        try:
+            return eliminate(tables.problem())
+        except TooWide:
+            return None
+
+    def _numbers(self, tables: Tables, elimination: Elimination) -> list[int]:
+        """The table of each group."""
+        number = {id(array): at for at, array in enumerate(tables.arrays)}
+        return [number[id(group.table)] for group in elimination.groups]
+
 
 WEIGHT, QUEUED = COUNT, COUNT + 1
 """Columns after the resources: seconds of weight gradients in backward, and bytes saved until they are computed."""
@@ -317,4 +349,4 @@ def _undominated(solutions: Sequence[StageSolution], time: np.ndarray, weights: 
     return front
 
 
-__all__ = ["COLUMNS", "QUEUED", "WEIGHT", "Blocks", "StageFront", "StageSolution"]
+
