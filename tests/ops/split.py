@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 from shardwright.capture import CapturedGraph, capture
 from shardwright.capture.interpret import run
 from shardwright.compile import CompilerSettings, copy_to_meta
-from shardwright.errors import RuleError, ShardwrightError
+from shardwright.errors import ShardwrightError
 from shardwright.ir import Graph, Op
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
 from shardwright.plan.builder import PlanBuilder
 from shardwright.plan.request import PlanRequest
 from shardwright.probe import check_role, probing
+from shardwright.probe.check import NothingProven, WrongSplit
 from shardwright.rules import Analysis, analyse
 from shardwright.runtime.model.access import state_of
 from shardwright.runtime.model.parallel_model import ParallelModel
@@ -79,7 +80,9 @@ def _wrong_roles(sample: Sample, captured: CapturedGraph, analysis: Analysis, wa
                 if role.fills(parts) and not op.target.startswith("call.") and parts not in found:
                     try:
                         check_role(analysis, op, role.name, parts, seen[op.name])
-                    except RuleError as error:
+                    except NothingProven:
+                        continue
+                    except WrongSplit as error:
                         found[parts] = Verdict("wrong", str(error))
     return found
 

@@ -33,7 +33,7 @@ def compiled(monkeypatch, tmp_path):
     def compile_with(**fields):
         pointwise.elementwise("special_zeta", saved="0 1", **fields)
         spec._BY_TARGET.clear()
-        return sw.parallelize(Zeta(), example=(torch.rand(2, 4),), plan="single", directory=tmp_path)
+        return sw.parallelize(Zeta(), example=(torch.rand(2, 4),), plan="single", compile={"directory": tmp_path})
 
     return compile_with
 
