@@ -36,7 +36,9 @@ from torch.profiler import ProfilerActivity
 import shardwright as sw
 from shardwright.capture import capture
 from shardwright.compile import copy_to_meta
-from shardwright.cost import MemoryPeak, TrainingSetup, simulate_memory
+from shardwright.cost import TrainingSetup
+from shardwright.memory import MemoryPeak, simulate_memory
+from shardwright.plan.lowering import lower
 from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.probe import probing
@@ -171,9 +173,7 @@ def predict(name: str, plan: str) -> MemoryPeak:
     """What the model of memory says."""
     analysis = analysed(name)
     made = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
-    return simulate_memory(
-        analysis, made.mesh, made.choices(analysis.graph.entry), made.storage, TrainingSetup(optimizer="adamw")
-    )
+    return simulate_memory(lower(analysis.graph, made, analysis), TrainingSetup(optimizer="adamw"))
 
 
 @cache

@@ -33,6 +33,9 @@ from .errors import LayoutError
 
 Reduction = Literal["sum", "max", "min"]
 
+MB = "mb"
+"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:

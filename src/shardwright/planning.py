@@ -14,18 +14,18 @@ from .cluster.catalogue import USUAL, inside, matching, usual_network
 from .cost import STATES, TrainingSetup
 from .errors import PlanError
 from .ir import Graph, Output
+from .ir.recompute import faults_of
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
 from .plan.joint import JointResult, note_of, pipeline_summary, predicted
 from .plan.joint import find_plan as find_joint
 from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
-from .plan.recompute import faults_of
-from .plan.replica_axes import is_replica, replica_axes
 from .plan.request import AutoPlan, PlanFile, PlanRequest
 from .plan.search_options import SearchOptions
 from .precision import Precision, name_of
 from .rules import Analysis
+from .rules.replica_axes import is_replica, replica_axes
 from .runtime.world import World
 
 

@@ -36,6 +36,7 @@ from typing import Literal
 
 from .layout import (
     INVARIANT,
+    MB,
     REPLICATE,
     Block,
     Layout,
@@ -47,9 +48,6 @@ from .layout import (
     make_layout,
     replicated,
 )
-
-MB = "mb"
-"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: dict[str, tuple[Collective | None, Collective | None]] = {  # step: collective forward, backward
@@ -318,6 +316,8 @@ def joint_shard(shards: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | No
 
 def forget_gradient(layout: Layout) -> Layout:
     """The layout of a value that has no gradient: there R is I."""
+    if not any(placement == REPLICATE for _, placement in layout.rest):
+        return layout
     return make_layout(layout.shards, {name: placement for name, placement in layout.rest if placement != REPLICATE})
 
 

@@ -13,9 +13,9 @@ from shardwright.compile.files import generate
 from shardwright.compile.pipeline_ranks import find_pipeline_ranks, keys_in_use
 from shardwright.errors import PlanError
 from shardwright.layout import Mesh
-from shardwright.lower import lower_pipeline
 from shardwright.parallelize import parallelize
 from shardwright.plan import parse_plan_string
+from shardwright.plan.lowering import lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.verify import verify
 from tests.models.zoo import ZOO

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.compile import copy_to_meta
 from shardwright.cost import TrainingSetup
-from shardwright.cost.fusing import fuse
-from shardwright.cost.memory_timeline import MemoryTimeline
-from shardwright.cost.rank_program import steps_of
 from shardwright.cost.training import ON_CPU
-from shardwright.layout import Mesh
+from shardwright.memory.rank_program import read_program
+from shardwright.memory.timeline import MemoryTimeline
+from shardwright.plan.lowering import lower
+from shardwright.plan.request import PlanRequest
+from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
 from tests.captures import captured
@@ -28,8 +29,10 @@ def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    analysis, mesh = analysed(module, args, kwargs), Mesh(axes=())
-    line = MemoryTimeline(fuse(steps_of(analysis, mesh, {}, {}, TrainingSetup())), TrainingSetup(), ON_CPU)
+    analysis = analysed(module, args, kwargs)
+    plan = make_plan(analysis.graph, analysis, PlanRequest.read("single"), 1)
+    program = read_program(lower(analysis.graph, plan, analysis), TrainingSetup())
+    line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
     return line.heap.total
 

@@ -1,16 +1,19 @@
 """The timeline of a step: what its peak is made of, and how plans move it."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.cost import ON_CPU, ON_GPU, MemoryPeak, TrainingSetup, simulate_memory
-from shardwright.cost.fusing import fuse
-from shardwright.cost.heap import ACTIVATION
-from shardwright.cost.memory_timeline import MemoryTimeline
-from shardwright.cost.rank_program import steps_of
+from shardwright.cost import ON_CPU, ON_GPU, TrainingSetup
+from shardwright.lower import LoweredProgram
+from shardwright.memory import MemoryPeak, simulate_memory
+from shardwright.memory.heap import ACTIVATION
+from shardwright.memory.rank_program import read_program
+from shardwright.memory.timeline import MemoryTimeline
+from shardwright.plan.lowering import lower
 from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.rules import Analysis
@@ -47,9 +50,16 @@ def of_zoo(name: str, batch: int = 4) -> Analysis:
 
 
 def memory(analysis: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
+    return simulate_memory(
+        lowered(analysis, plan, ranks, options.pop("recompute", ())), **{"training": TrainingSetup()} | options
+    )
+
+
+def lowered(analysis: Analysis, plan: str, ranks: int, recompute: tuple[str, ...] = ()) -> LoweredProgram:
     made_plan = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks)
-    training = options.pop("training", TrainingSetup())
-    return simulate_memory(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, training, **options)
+    (stage,) = made_plan.entries["train"]
+    made_plan = replace(made_plan, entries={"train": (replace(stage, recompute=recompute),)})
+    return lower(analysis.graph, made_plan, analysis)
 
 
 def test_what_persists_is_counted_exactly():
@@ -140,8 +150,7 @@ def test_a_models_own_checkpoints_are_the_same_as_recomputing_those_modules():
 def test_nothing_is_left_over_after_a_step(name, plan):
     """Every storage of an activation is released once, whatever the way through the model."""
     analysis = of_zoo(name)
-    made_plan = make_plan(analysis.graph, analysis, PlanRequest.read(plan), 2)
-    program = fuse(steps_of(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, TrainingSetup()))
+    program = read_program(lowered(analysis, plan, 2), TrainingSetup())
     line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
     line.backward()

@@ -16,10 +16,11 @@ from shardwright.capture import capture
 from shardwright.emit import emit
 from shardwright.ir import show
 from shardwright.layout import Axis, Mesh
-from shardwright.lower import LoweredProgram, lower
+from shardwright.lower import LoweredProgram
 from shardwright.lower import show as show_program
 from shardwright.ops import matmuls
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from shardwright.rules import Analysis, analyse
 from tests.parity.threaded import compare
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwright.emit import emit
-from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.lower import LoweredProgram
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower, lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import analyse
 from tests.plan.graphs import deep_gpt, facts_of, graph_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.emit import emit, validate
 from shardwright.errors import LoweringError
-from shardwright.lower import lower
+from shardwright.plan.lowering import lower
 from shardwright.rules import analyse
 from tests.emit.emitted import deep_text, lowered, text_of
 from tests.lower.test_local import program_of

@@ -15,10 +15,11 @@ from shardwright import runtime
 from shardwright.capture import capture
 from shardwright.emit import emit, validate
 from shardwright.errors import LoweringError
-from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.lower import LoweredProgram
 from shardwright.ops import defined
 from shardwright.ops.printing import function
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower, lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.runtime.algorithms.random import Randomness
 from shardwright.runtime.collectives import comm

@@ -14,8 +14,9 @@ from shardwright.compile import copy_to_meta
 from shardwright.emit import emit
 from shardwright.errors import LoweringError
 from shardwright.ir import Graph
-from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.lower import LoweredProgram
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower, lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import Analysis, analyse
 from tests.faults.emitter import EMITTER

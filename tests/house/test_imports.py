@@ -19,15 +19,16 @@ MAY_IMPORT = {
     "schedule": "errors layout",
     "ir": "errors layout",
     "storage": "errors layout",
-    "rules": "errors layout reshard ir",
+    "rules": "errors layout storage reshard ir",
     "cluster": "errors layout",
     "ops": "errors layout ir rules cluster",
     "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
     "cost": "errors layout storage reshard schedule ir rules cluster ops",
-    "plan": "errors layout storage reshard schedule ir rules cluster ops cost",
-    "lower": "errors layout storage reshard schedule ir rules ops cost plan",
+    "lower": "errors layout storage reshard ir rules ops cost",
+    "memory": "errors layout storage schedule ir rules ops cost lower",
+    "plan": "errors layout storage reshard schedule ir rules cluster ops cost lower memory",
     "probe": "errors layout ir rules ops capture lower",
-    "emit": "errors layout storage schedule ir rules ops plan lower",
+    "emit": "errors layout storage schedule ir rules ops lower",
     "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
@@ -65,7 +66,7 @@ MAY_IMPORT = {
     ),
 }
 NO_TORCH = frozenset(
-    "errors batch_dim options precision layout storage reshard schedule ir rules ops cluster cost plan lower "
+    "errors batch_dim options precision layout storage reshard schedule ir rules ops cluster cost lower memory plan "
     "emit".split()
 )
 

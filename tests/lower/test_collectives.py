@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout import Block
-from shardwright.lower import LoweredProgram, lower, reshard_kind
+from shardwright.lower import LoweredProgram, reshard_kind
 from shardwright.lower.overlap import awaited_later, count_early
 from shardwright.lower.tidy import fold_mean
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from tests.plan.graphs import facts_of, graph_of
 
 

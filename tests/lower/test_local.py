@@ -11,9 +11,10 @@ from shardwright.capture import capture
 from shardwright.errors import LoweringError
 from shardwright.ir import Op
 from shardwright.layout import Block, Shard
-from shardwright.lower import LoweredProgram, Size, lower
+from shardwright.lower import LoweredProgram, Size
 from shardwright.ops.localizing import one_cut
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from shardwright.rules import analyse
 from tests.parity.threaded import compare
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
 from shardwright.layout import INVARIANT, REPLICATE, replicated
-from shardwright.lower import PASSES, Size, lower
+from shardwright.lower import PASSES, Size
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import flat
 from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
 from shardwright.storage.zero3 import Zero3

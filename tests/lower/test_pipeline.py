@@ -12,6 +12,7 @@ from shardwright.capture import capture
 from shardwright.errors import PlanError
 from shardwright.layout import (
     INVARIANT,
+    MB,
     REPLICATE,
     Axis,
     Block,
@@ -22,11 +23,10 @@ from shardwright.layout import (
     make_layout,
     replicated,
 )
-from shardwright.lower import PipelinePrograms, lower_pipeline
-from shardwright.lower.pipeline import _with_others
 from shardwright.lower.place import in_time, sendable_layout
 from shardwright.plan import parse_plan_string
-from shardwright.plan.pipeline import MB, build_pipeline
+from shardwright.plan.lowering import PipelinePrograms, _with_others, lower_pipeline
+from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import analyse
 from tests.plan.graphs import facts_of, graph_of
 

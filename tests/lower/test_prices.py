@@ -11,10 +11,11 @@ from shardwright.cluster import Cluster, Curve, MeasuredCollective, find
 from shardwright.cost import TrainingSetup
 from shardwright.cost.reshard_prices import ReshardPrices, prices_of
 from shardwright.cost.reshard_search import step_price
-from shardwright.lower import LoweredProgram, lower, reshard_kind
+from shardwright.lower import LoweredProgram, reshard_kind
 from shardwright.plan import Plan
 from shardwright.plan.auto import SearchOptions
 from shardwright.plan.file import load
+from shardwright.plan.lowering import lower
 from shardwright.plan.price import price
 from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.lower import lower
 from shardwright.parallelize import parallelize
+from shardwright.plan.lowering import lower
 from shardwright.report.communication import totals
 from shardwright.runtime.collectives import comm
 from shardwright.runtime.model.access import state_of

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from shardwright.capture import capture
 from shardwright.cluster import find
 from shardwright.cost import ON_GPU, TrainingSetup, backend_traits
-from shardwright.cost.memory_timeline import simulate_memory
 from shardwright.errors import PlanError
+from shardwright.memory import simulate_memory
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.auto import SearchOptions, search
+from shardwright.plan.lowering import lower
 from shardwright.plan.price import price
 from shardwright.plan.search import solve
 from shardwright.planning import only_scalars
@@ -119,7 +120,9 @@ def parameters_of(plan):
 
 
 def peak_of(analysis, plan, recompute):
-    return simulate_memory(analysis, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, traits=ON_GPU)
+    (stage,) = plan.entries["train"]
+    plan = replace(plan, entries={"train": (replace(stage, recompute=recompute),)})
+    return simulate_memory(lower(analysis.graph, plan, analysis), MIXED, ON_GPU)
 
 
 def test_a_small_model_on_one_node_is_data_parallel(small):
@@ -243,9 +246,7 @@ def test_no_fixed_policy_is_better(name, model, request):
     for text in options:
         plan = build_plan(analysis.graph, parse_plan_string(text), analysis)
         traits = backend_traits(cluster.device(0).name, cluster.nodes)
-        memory = simulate_memory(
-            analysis, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), traits=traits
-        )
+        memory = simulate_memory(lower(analysis.graph, plan, analysis), TrainingSetup(), traits)
         if memory.peak <= cluster.memory * (1 - TrainingSetup().margin):
             seconds = price(analysis, cluster, TrainingSetup(), plan).seconds
             assert best <= seconds * (1 + 1e-9), (text, seconds, best)

@@ -6,8 +6,8 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.layout import Block
-from shardwright.lower import lower
 from shardwright.plan import PlanBuilder, build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from shardwright.rules import FAN
 from shardwright.storage import storage_kind
 from tests.layout.drawn import mesh_of

@@ -12,9 +12,10 @@ from torch import nn
 import shardwright as sw
 from shardwright.capture import capture
 from shardwright.errors import PlanError
-from shardwright.lower import lower
-from shardwright.plan import build_plan, layers_of, parse_plan_string, regions_of
+from shardwright.ir.recompute import layers_of, regions_of
+from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.file import load
+from shardwright.plan.lowering import lower
 from shardwright.report import diff, read_plan
 from tests.plan.graphs import deep_gpt, facts_of, graph_of
 from tests.plan.recomputing import plan_of

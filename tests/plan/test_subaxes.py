@@ -12,8 +12,9 @@ from torch import nn
 from shardwright.capture import capture
 from shardwright.errors import PlanError
 from shardwright.ir import Graph
-from shardwright.lower import LoweredProgram, lower
+from shardwright.lower import LoweredProgram
 from shardwright.plan import Plan, build_plan, parse_plan_string
+from shardwright.plan.lowering import lower
 from shardwright.rules import FAN, Analysis, analyse
 from tests.layout.drawn import mesh_of
 from tests.models.transformer import Transformer, TransformerConfig

@@ -11,8 +11,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import shardwright as sw
 from shardwright.errors import CaptureError, InputError, NonFiniteError, ParityError, PlanError
-from shardwright.lower import lower
 from shardwright.parallelize import captured_graph
+from shardwright.plan.lowering import lower
 from shardwright.rehearse import rehearse
 from shardwright.rehearse.result import differences
 from shardwright.rules import analyse

@@ -8,9 +8,9 @@ import torch
 
 import shardwright as sw
 from shardwright.emit import emit
-from shardwright.lower import lower
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.file import read
+from shardwright.plan.lowering import lower
 from shardwright.plan.request import PlanRequest
 from shardwright.planning import cluster_of, priced
 from shardwright.storage import storage_kind

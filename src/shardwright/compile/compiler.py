@@ -42,9 +42,10 @@ from ..cost import training_flops
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import LoweredProgram, PipelinePrograms, lower, lower_pipeline
+from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.file import read as read_plan
+from ..plan.lowering import PipelinePrograms, lower, lower_pipeline
 from ..planning import continue_plan, make_plan, only_scalars
 from ..probe import check_splits, probing
 from ..rules import Analysis, analyse

@@ -14,8 +14,9 @@ from ..capture import ImportedFunction, without_collection
 from ..emit import emit
 from ..ir import Graph
 from ..layout import Layout
-from ..lower import LoweredProgram, lower
+from ..lower import LoweredProgram
 from ..plan import Plan
+from ..plan.lowering import lower
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..runtime.model.program import load_file

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..capture import CapturedGraph
 from ..errors import InputError
 from ..layout import Mesh
-from ..lower import PipelinePrograms
+from ..plan.lowering import PipelinePrograms
 from ..runtime.model.program import Program, program_class
 from ..runtime.model.specialization import ModelCall, RankState, Specialization
 from ..runtime.pipeline import RunningPipeline

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..layout import Mesh
-from ..plan.replica_axes import replica_axes
+from ..rules.replica_axes import replica_axes
 from ..runtime.algorithms.random import Randomness
 from ..runtime.collectives import objects
 from ..runtime.model.specialization import RankState

@@ -8,7 +8,7 @@ import torch
 
 from ..capture import CapturedGraph
 from ..ir import Graph
-from ..lower import ModelOutput, PipelinePrograms, StageTransfer
+from ..plan.lowering import ModelOutput, PipelinePrograms, StageTransfer
 from ..plan.pipeline import schedule_of
 from ..runtime.model.program import Program
 from ..runtime.model.specialization import RankState

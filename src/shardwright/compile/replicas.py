@@ -7,9 +7,8 @@ import math
 from ..errors import InputError
 from ..layout import Mesh
 from ..plan import Plan, PolicyRequest, parse_plan_string
-from ..plan.replica_axes import replica_axes
 from ..plan.request import AutoPlan, PlanSource
-from ..plan.strings import REPLICAS
+from ..rules.replica_axes import REPLICAS, replica_axes
 
 
 def replicas_of(source: PlanSource, size: int) -> tuple[Mesh, tuple[str, ...]]:

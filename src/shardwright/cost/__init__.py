@@ -2,16 +2,14 @@
 
 Read `call.py` (an op on a rank), `work.py` and `time.py` (FLOPs and seconds), `algorithm_collectives.py` and
 `reshard_prices.py` with `reshard_search.py` (communication), `saved_for_backward.py` and `training.py` (what is
-stored), `resources.py` (all of it as a vector), then `rank_program.py` and `memory_timeline.py` (the memory
-simulation).
+stored), then `resources.py` (all of it as a vector).
 """
 
 from ..ops.contexts import AlgorithmCollective, LocalCall, LocalTensor, SavedForBackward
 from .algorithm_collectives import algorithm_collectives
 from .call import local_call, local_elements, work_parts
-from .memory_timeline import MemoryPeak, simulate_memory
 from .saved_for_backward import saved_bytes, saved_for_backward
-from .strides import Strides, is_view, strides_of
+from .strides import Strides, strides_of
 from .time import OpTime, join_time, op_time, update_time
 from .training import ON_CPU, ON_GPU, STATES, BackendTraits, TrainingSetup, backend_traits
 from .work import flops, is_matmul, training_flops
@@ -24,7 +22,6 @@ __all__ = [
     "BackendTraits",
     "LocalCall",
     "LocalTensor",
-    "MemoryPeak",
     "OpTime",
     "SavedForBackward",
     "Strides",
@@ -33,14 +30,12 @@ __all__ = [
     "backend_traits",
     "flops",
     "is_matmul",
-    "is_view",
     "join_time",
     "local_call",
     "local_elements",
     "op_time",
     "saved_bytes",
     "saved_for_backward",
-    "simulate_memory",
     "strides_of",
     "training_flops",
     "update_time",

@@ -91,7 +91,7 @@ def path_price(start: Layout, steps: Sequence[Reshard], bytes: float, prices: Re
     return copy, copy_back, send, send_back
 
 
-@dataclass
+@dataclass(slots=True)
 class LayoutForm:
     """A value in one layout, and the step that makes it from another form of the same value."""
 
@@ -103,7 +103,7 @@ class LayoutForm:
 
 def forms_of(
     produced: Layout,
-    goals: Iterable[Layout],
+    goals: Sequence[Layout],
     shape: Sequence[int],
     item_size: int,
     prices: ReshardPrices,
@@ -115,6 +115,9 @@ def forms_of(
     resharded to one layout (a hub), and from there to each use. The tree is built by way of every layout that might be
     that one, each use from the nearest form that is there, and the cheapest is taken: so it costs no more.
     """
+    if all(goal is produced for goal in goals):  # nearly always: equal layouts are one
+        root = LayoutForm(layout=produced if gradient else forget_gradient(produced))
+        return root, {root.layout: root}
     tree = cheapest_tree(produced, goals, shape, item_size, prices, gradient)
     forms = [LayoutForm(layout=tree.layouts[0])]
     for parent, step in tree.branches:

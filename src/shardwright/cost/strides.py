@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..ir import Graph, Op
+from ..ir import Graph, Op, Value
 from ..ops import spec_of
 from ..ops.strides import contiguous, viewed
 
@@ -24,19 +25,17 @@ class Strides:
 
     of: dict[str, Sizes]
     views: frozenset[str]
-    _flat: dict[str, bool] = field(default_factory=dict, repr=False)
+    _flat: dict[str, tuple[bool, ...]] = field(default_factory=dict, repr=False)  # by op
 
-    def flat(self, value: str, shape: Sizes) -> bool:
-        """Whether all dims but the last can be seen as one without a copy."""
-        if value not in self._flat:
-            after = (math.prod(shape[:-1]), *shape[-1:])
-            self._flat[value] = len(shape) < 3 or viewed(shape, self.of[value], after) is not None
-        return self._flat[value]
+    def flat_inputs(self, op: Op, values: Mapping[str, Value]) -> tuple[bool, ...]:
+        """Whether all dims but the last of each input can be seen as one without a copy."""
+        if op.name not in self._flat:
+            self._flat[op.name] = tuple(self._is_flat(name, values[name].shape) for name in op.inputs)
+        return self._flat[op.name]
 
-
-def is_view(op: Op, strides: Strides) -> bool:
-    """Whether the results of an op are views on its first input."""
-    return op.name in strides.views
+    def _is_flat(self, value: str, shape: Sizes) -> bool:
+        after = (math.prod(shape[:-1]), *shape[-1:])
+        return len(shape) < 3 or viewed(shape, self.of[value], after) is not None
 
 
 _KNOWN: dict[int, Strides] = {}  # by the identity of a graph that is alive

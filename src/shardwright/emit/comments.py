@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..ir import Op
+from ..layout import MB
 from ..lower import LoweredProgram, reshard_kind
-from ..plan.pipeline import MB
 from .sizes import SizeNames
 
 BEYOND_THE_CALL = {

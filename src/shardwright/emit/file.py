@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..layout import REPLICATE, Mesh
+from ..layout import MB, REPLICATE, Mesh
 from ..lower import LoweredProgram
-from ..plan.pipeline import MB
 from .body import BodyWriter
 from .branches import branch_method
 from .calls import function_name, is_user_function

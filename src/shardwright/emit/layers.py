@@ -22,8 +22,8 @@ from typing import Any
 
 from ..ir import Op
 from ..ir.paths import numbered_layer
+from ..ir.recompute import region_path
 from ..lower import LoweredProgram, Size
-from ..plan import region_path
 from ..rules import is_random
 from .sizes import SizeNames
 from .updates import place_updates

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
-from ..layout import Block, Shard, chunk_bounds
+from ..layout import MB, Block, Shard, chunk_bounds
 from ..lower import LoweredProgram, Size
 from ..ops import op_kind
 from ..ops.norms import batch_norm_faults
 from ..ops.reading import UnreadableLineError, dotted, keywords
-from ..plan.pipeline import MB
 from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from ..cost.reshard_prices import prices_of
-from ..ir import Graph
-from ..layout import Layout
-from ..plan import Plan
-from ..rules import Analysis, analyse
 from .check import check
 from .local import localize
 from .overlap import awaited_later, count_early, in_place, overlap, put_off
-from .place import PlacementTask, Placer, check_edges
+from .place import Placer, check_edges
 from .program import LoweredProgram
 from .prologue import check_time, prologue
 from .tidy import fold_bias, fold_mean, hoist, prune, relax_layouts
@@ -37,32 +32,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 )
 
 
-def lower(
-    graph: Graph,
-    plan: Plan,
-    analysis: Analysis | None = None,
-    *,
-    storage_options: Mapping[str, Layout] | None = None,
-    mode: str = "global",
-    show: Callable[[str, LoweredProgram], None] | None = None,
-) -> LoweredProgram:
-    """The program for a graph under a plan of one segment. `homes` fixes how parameters are held (later entries)."""
-    plan.check_against(graph)
-    (segment,) = plan.entries[graph.entry]
-    task = PlacementTask(
-        graph=graph,
-        analysis=analysis or analyse(graph),
-        mesh=segment.mesh,
-        choices=segment.choices,
-        recompute=segment.recompute,
-        storage=plan.storage,
-        storage_options=storage_options or {},
-        mode=mode,
-        plan_name=plan.name,
-        plan_policy=plan.policy,
-        prices=prices_of(segment.mesh, plan.made_for),
-    )
-    return run(Placer(task), show)
+CHECKS = (check_edges, check_time)
+"""The passes that only look."""
 
 
 def run(placer: Placer, show: Callable[[str, LoweredProgram], None] | None = None) -> LoweredProgram:
@@ -74,4 +45,13 @@ def run(placer: Placer, show: Callable[[str, LoweredProgram], None] | None = Non
         program = check(step(program))
         if show is not None:
             show(name, program)
+    return program
+
+
+def transform(placer: Placer) -> LoweredProgram:
+    """The same program, unchecked: a search lowers many candidates, and the one that it takes is lowered again."""
+    program = placer.run()
+    for _, step in PASSES:
+        if step not in CHECKS:
+            program = step(program)
     return program

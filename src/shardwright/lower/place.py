@@ -19,12 +19,11 @@ from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
 from ..ir.paths import layer_of
-from ..layout import INVARIANT, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
-from ..plan import regions_of
-from ..plan.plan import Choices
-from ..plan.replica_axes import batch_layout, replica_axes
-from ..reshard import MB, Reshard, forget_gradient, parameter_layout, same_placement
-from ..rules import FAN, Analysis
+from ..ir.recompute import regions_of
+from ..layout import INVARIANT, MB, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
+from ..reshard import Reshard, forget_gradient, parameter_layout, same_placement
+from ..rules import FAN, Analysis, Choices
+from ..rules.replica_axes import batch_layout, replica_axes
 from ..storage import ParameterSpec, Replicated, Storage, restricted
 from .program import LoweredProgram
 
@@ -218,7 +217,8 @@ class Placer:
         inputs, outputs = self.placed[op.name]
         self._enter(self.regions.get(op.name))
         names = tuple(self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True))
-        self._add(replace(op, inputs=names, region=self.region))
+        as_it_is = names == op.inputs and op.region == self.region
+        self._add(op if as_it_is else replace(op, inputs=names, region=self.region))
         for name, layout in zip(op.outputs, outputs, strict=True):
             self._produce(name, layout)
 
@@ -284,6 +284,14 @@ class Placer:
                 layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
         return layout.with_placement(MB, INVARIANT) if MB in self.sizes and layout.shard_of(MB) is None else layout
 
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """How every parameter is stored."""
+        return {parameter.key: self._stored_as(parameter) for parameter in self.graph.parameters}
+
+    def _stored_as(self, parameter: Parameter) -> Layout:
+        layout = self._storage_layout(parameter)
+        return layout if parameter.trainable else forget_gradient(layout)
+
     def _hold(self, parameter: Parameter) -> ParameterSpec:
         value, requested = self.graph.values[parameter.value], self._requested(parameter)
         layout = self._storage_layout(parameter)
@@ -295,8 +303,7 @@ class Placer:
                 f"{parameter.key} {value.shape} has that dim too; use PipelineOptions(microbatches=1), pass "
                 "inputs with a batch dim, or name those that have none: CompileOptions(unbatched=[...])"
             )
-        if not parameter.trainable:
-            layout = forget_gradient(layout)
+        layout = self._stored_as(parameter)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
         self._produce(parameter.value, layout.with_placement(MB, REPLICATE) if added_up else layout)
         return ParameterSpec(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..ir import Graph, Input, Op, Value
-from ..layout import Layout, Mesh, Reduction, chunk_bounds
-from ..plan.pipeline import MB
+from ..layout import MB, Layout, Mesh, Reduction, chunk_bounds
 from ..rules import Analysis
 from ..storage import ParameterSpec
 
@@ -86,6 +85,7 @@ class LoweredProgram:
     received: frozenset[str] = frozenset()  # the inputs that come from other segments
     prologue: tuple[Op, ...] = ()  # run for every microbatch before the first forward
     early: tuple[PrologueValue, ...] = ()  # what the prologue makes for all of them
+    known_sizes: dict[Any, Size] = field(default_factory=dict, repr=False, compare=False)
 
     def with_(self, **changes: Any) -> LoweredProgram:
         return replace(self, **changes)
@@ -115,7 +115,12 @@ class LoweredProgram:
     def sizes_of(self, value: str) -> tuple[Size, ...]:
         """The local size of every dim of a value, in atoms."""
         dims, layout = self.analysis.dims[graph_value(value)], self.layouts[value]
-        return tuple(_size(self, dim, layout.shards[at]) for at, dim in enumerate(dims))
+        return tuple(self._size_of(dim, shards) for dim, shards in zip(dims, layout.shards, strict=True))
+
+    def _size_of(self, dim: tuple[int, ...], shards: tuple[Any, ...]) -> Size:
+        if (dim, shards) not in self.known_sizes:
+            self.known_sizes[dim, shards] = _size(self, dim, shards)
+        return self.known_sizes[dim, shards]
 
     def varies_in_time(self, axis: str) -> bool:
         """Whether an axis is that of the microbatches, which differ anyway."""

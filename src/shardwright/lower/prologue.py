@@ -13,9 +13,8 @@ from typing import cast
 
 from ..errors import LoweringError, raise_all
 from ..ir import Op, Value
-from ..layout import Reduction, replicated
+from ..layout import MB, Reduction, replicated
 from ..ops.losses import COUNTED
-from ..plan.pipeline import MB
 from ..reshard import COLLECTIVES
 from .label_counts import count_op, from_inputs, with_label_count
 from .program import LoweredProgram, PrologueValue

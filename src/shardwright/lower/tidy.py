@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
+from ..layout import MB
 from ..ops import Kernel, spec_of
 from ..ops.losses import COUNTED
-from ..plan.pipeline import MB
 from .program import LoweredProgram
 
 SHARES = ("comm.shard", "comm.shard_from_r")

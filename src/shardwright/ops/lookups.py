@@ -10,7 +10,8 @@ from ..ir import Op
 from ..rules.dims import blocked, broadcast_shape, label_dims, marked, stretched, write_rule
 from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall, letters
-from .contexts import ProgramOnRank, RankRun, RuntimeArguments
+from ..rules.signature import Signature
+from .contexts import LocalCall, ProgramOnRank, RankRun, RuntimeArguments
 from .localizing import one_cut
 from .parts import takes_all
 from .printing import Printing, axes_text, function, plain
@@ -244,14 +245,23 @@ def read_index(op: Op, node: ast.expr) -> Arguments:
     return {"self": node.value, "indices": as_tuple(shown)}
 
 
+# -- cost
+
+
+def located_rows(call: LocalCall, signature: Signature) -> float:
+    """Where each id is on this rank, and whether it is (`runtime/algorithms/lookup.py`)."""
+    return call.inputs[1].elements * (8.0 + 1.0)
+
+
 # -- definitions
 
 LOOKUP = {"kernel": Kernel.LOOKUP}
 define("embedding", rule=embedding, localize=local_embedding, saved="1", dense=True, fresh=True,
        prints=print_embedding, reads="F.embedding(indices, weight, padding_idx)", positional=2,
        unsaid={"padding_idx": -1}, leaves_out=leaves_out_padding, **LOOKUP)  # fmt: skip
-define("runtime.embedding_rows", dense=True, fresh=True, prints=print_embedding_rows, positional=4,
-       reads="runtime.embedding_rows(indices, weight, axes, sharding, rows, padding_idx)", runs=run_embedding_rows,
+define("runtime.embedding_rows", dense=True, fresh=True, saved="", saved_extra=located_rows, work=(1.0, 1.0),
+       prints=print_embedding_rows, positional=4, runs=run_embedding_rows,
+       reads="runtime.embedding_rows(indices, weight, axes, sharding, rows, padding_idx)",
        unsaid={"padding_idx": -1}, leaves_out=leaves_out_padding)  # fmt: skip
 define("embedding_bag", rule={"default padding_idx": embedding_bag}, **LOOKUP)
 define("_embedding_bag", rule=embedding_bag)

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import MemoryPeak, TrainingSetup
+from ..cost import TrainingSetup
 from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..layout import Axis, Mesh
+from ..memory import MemoryPeak
 from ..rules import Analysis
 from .builder import PlanBuilder
 from .clash import find_clash, format_bytes, with_memory

@@ -18,12 +18,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
-from ..layout import INVARIANT, REPLICATE, Axis, Layout, Mesh, Partial, Placement
-from ..reshard import MB as MB
+from ..ir.recompute import faults_of, layers_of, regions_of
+from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
 from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_random
 from ..storage import Storage, parse_storage
 from .plan import Plan, PlanStage
-from .recompute import faults_of, layers_of, regions_of
 from .strings import outer_of
 
 

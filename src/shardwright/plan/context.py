@@ -10,12 +10,12 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup, is_matmul
 from ..cost.reshard_tables import ReshardTables
 from ..ir.paths import prefixes
+from ..ir.recompute import faults_of, layers_of
 from ..rules import Analysis
 from .limits import Limits
 from .meshes import MeshCandidate, candidates, name_axes
 from .op_kinds import OpKinds
 from .problem_structure import ProblemStructure
-from .recompute import faults_of, layers_of
 from .search import least_memory
 from .spaces import ChoiceSpaces
 from .storage_options import StoragePricing

@@ -10,6 +10,7 @@ from functools import cached_property
 from ..errors import PlanError, raise_all
 from ..ir import Graph, Op, Parameter
 from ..ir.paths import is_inside
+from ..ir.recompute import faults_of
 from ..rules import FAN, Analysis, Role
 from .constraints import (
     AxisConstraint,
@@ -27,7 +28,6 @@ from .constraints import (
     ZeroConstraint,
 )
 from .problem_structure import Ways, alike
-from .recompute import faults_of
 
 RUN_WHOLE = ("", FAN)
 """The choices of an op that is not split."""

@@ -13,15 +13,14 @@ from dataclasses import replace
 from ..cost import flops
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import Axis, Mesh
+from ..ir.recompute import faults_of
+from ..layout import MB, Axis, Mesh
 from ..rules import Analysis, analyse
+from ..rules.replica_axes import replicas
 from ..schedule import USUAL, Schedule, fewer, forward_only, schedule_kind, spread
-from .builder import MB as MB
 from .builder import PlanBuilder
 from .plan import Plan, PlanStage
 from .policies import apply, dp, tp
-from .recompute import faults_of
-from .replica_axes import replicas
 from .stages import OpSequence, balanced
 from .strings import PolicyRequest
 from .subaxes import refine

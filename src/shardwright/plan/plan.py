@@ -22,13 +22,11 @@ from ..errors import PlanError, raise_all
 from ..ir import Graph
 from ..ir.paths import prefixes
 from ..layout import Mesh
+from ..rules import Choices
 from ..storage import Storage
 from .folding import cover, fold, star
 
 VERSION = 1
-
-Choices = Mapping[str, Mapping[str, str]]
-"""For each op, on which axis it is split on which role."""
 
 
 def _frozen(choices: Choices) -> Choices:

@@ -19,10 +19,10 @@ from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Axis, Layout, chunk_bounds, replicated
 from ..rules import Analysis, analyse
+from ..rules.replica_axes import replicas
 from ..storage import SHARDED_KINDS, Storage
 from .builder import PlanBuilder
 from .plan import Plan
-from .replica_axes import replicas
 from .strings import PolicyRequest, outer_of
 from .subaxes import refine, split_inner_axis
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import MemoryPeak, TrainingSetup
+from ..cost import TrainingSetup
 from ..cost.algorithm_collectives import algorithm_collectives
 from ..cost.reshard_search import find_reshards
 from ..cost.reshard_tables import ReshardTables
 from ..cost.resources import Resource, phases, seconds
 from ..errors import PlanError
 from ..ir import Graph
+from ..memory import MemoryPeak
 from ..reshard import COLLECTIVES, Reshard
 from ..rules import Analysis
 from .digest import AxisUse, axis_uses, fold_parts, stored_bytes

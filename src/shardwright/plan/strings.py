@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 from ..errors import PlanError, ScheduleError
 from ..layout import Axis, Mesh
+from ..rules.replica_axes import REPLICAS
 from ..schedule import KINDS, ScheduleKind, schedule_kind, schedule_names
 from ..storage import SHARDED_KINDS
 
 SHARDED = tuple(kind.name for kind in SHARDED_KINDS)
 """Policies that are data parallel with parameters sharded for storage: "zero1", ..."""
 KNOWN = ("dp", "tp", "sp", "ep", *SHARDED)
-REPLICAS = ("dp", *SHARDED, "ep")
-"""Policies that split the batch."""
 RECOMPUTE = "recompute"
 """Asks for activation checkpointing of every repeated layer."""
 

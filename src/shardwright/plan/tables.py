@@ -9,13 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
+from ..cost import join_time, local_elements
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
+from ..lower import PlacementTask, Placer, transform
+from ..memory import MemoryPeak, simulate_memory
 from ..reshard import forget_gradient
+from ..rules.replica_axes import batch_layout
 from ..storage import Storage
 from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
-from .replica_axes import batch_layout
 from .search import CostFactor, Problem
 from .spaces import ChoiceSpaces
 from .storage_options import StorageOptions, StoragePricing
@@ -221,10 +223,16 @@ class Tables:
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
-        return simulate_memory(
-            self.analysis, self.mesh, choices, storage, self.training, recompute,
-            traits=self.moves.traits, prices=self.moves,
-        )  # fmt: skip
+        task = PlacementTask(
+            graph=self.analysis.graph,
+            analysis=self.analysis,
+            mesh=self.mesh,
+            choices=choices,
+            storage=storage,
+            recompute=tuple(recompute),
+            prices=self.moves,
+        )
+        return simulate_memory(transform(Placer(task)), self.training, self.moves.traits)
 
     # -- the way back ----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from ..errors import LoweringError, raise_all
 from ..ir import Op
 from ..ops.user_calls import OPAQUE
-from ..rules import FAN, ROWS, Analysis, OpCall, Rule, analyse, find_rule
+from ..rules import FAN, ROWS, Analysis, Choices, OpCall, Rule, analyse, find_rule
 from .check import NothingProven, WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
@@ -30,8 +30,6 @@ _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 UNDEFINED = ("aten.empty", "aten.new_empty")
 """Ops that return uninitialized memory."""
 _TRIED: dict[Any, str] = {}  # the fault of a split; empty if it is right
-
-Choices = Mapping[str, Mapping[str, str]]
 
 
 def check_splits(analysis: Analysis, choices: Iterable[Choices]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..ir import Buffer, Graph, Op, Parameter
 from ..ir.paths import is_inside, prefixes
-from ..plan.plan import Choices
+from ..rules import Choices
 from ..storage import Storage
 
 FIRST, LAST = 2, 1

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 
 from ..errors import PlanError
-from ..layout import Mesh, fills_every_chunk
-from ..plan.pipeline import MB
+from ..layout import MB, Mesh, fills_every_chunk
 from ..rules import FAN, Analysis
 from ..rules.atoms import Dim
 from ..rules.role import ROWS

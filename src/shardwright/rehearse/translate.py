@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import LoweredProgram, lower, lower_pipeline
+from ..lower import LoweredProgram
 from ..plan import Plan, PlanStage
+from ..plan.lowering import lower, lower_pipeline
 from ..plan.pipeline import parts_like, timed
 from ..plan.stages import OpSequence
 from ..rules import Analysis

@@ -20,9 +20,10 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
-from ..lower import LoweredProgram, lower
+from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.folding import fold, star
+from ..plan.lowering import lower
 from ..probe import probing
 from ..rules import analyse
 from ..storage import Storage

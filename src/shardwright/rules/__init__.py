@@ -9,7 +9,7 @@ from .atoms import Atoms
 from .notation import Rule, parse
 from .random_ops import is_random
 from .registry import OpCall, find_rule, has_rule, known_targets, register
-from .role import FAN, ROWS, Role
+from .role import FAN, ROWS, Choices, Role
 from .signature import Analysis, Find, Signature, analyse
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ROWS",
     "Analysis",
     "Atoms",
+    "Choices",
     "Find",
     "OpCall",
     "Role",

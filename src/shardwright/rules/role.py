@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..layout import Placement, fills_every_chunk
@@ -12,6 +13,8 @@ FAN = "fan"
 ROWS = "partial:"
 """Prefix of the choice that lets a partial sum through a group of linear inputs ("partial:1")."""
 
+Choices = Mapping[str, Mapping[str, str]]
+"""For each op, on which axis it is split on which role."""
 
 Picked = tuple[tuple[str, int, str], ...]
 """The axes of a choice: name, size, role."""

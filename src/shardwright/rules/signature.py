@@ -237,7 +237,7 @@ class Analysis:
 
     def is_constant(self, op: Op) -> bool:
         """Whether an op is run once, whole, when the program is loaded."""
-        return all(name in self.constants for name in op.outputs)
+        return self.constants.issuperset(op.outputs)
 
     @cached_property
     def live(self) -> tuple[Op, ...]:

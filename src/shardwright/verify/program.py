@@ -10,8 +10,9 @@ from torch import nn
 from ..capture import CapturedGraph, MaskFacts, capture
 from ..compile import copy_to_meta
 from ..emit import emit
-from ..lower import LoweredProgram, lower, lower_pipeline
+from ..lower import LoweredProgram
 from ..plan import Plan
+from ..plan.lowering import lower, lower_pipeline
 from ..plan.request import PlanRequest
 from ..planning import make_plan
 from ..probe import probing

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...cluster import Cluster
-from ...cost import MemoryPeak, TrainingSetup
+from ...cost import TrainingSetup
 from ...errors import PlanError
+from ...memory import MemoryPeak
 from ...rules import Analysis
+from ...rules.replica_axes import is_replica
 from ...schedule import schedule_kind
 from ..auto import NothingFits, SearchResult
 from ..auto import search as search_flat
@@ -24,7 +26,6 @@ from ..context import SearchContext
 from ..limits import Limits, bind
 from ..pipeline import check_microbatches
 from ..plan import Plan
-from ..replica_axes import is_replica
 from ..search_options import SearchOptions
 from .candidates import PipelineTrial
 from .ranks import PipelineRequest, PipelineSetup, RankDevices

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...cluster import Cluster
-from ...cost import MemoryPeak, TrainingSetup
+from ...cost import TrainingSetup
 from ...ir import Graph
+from ...memory import MemoryPeak
 from ..auto import SearchResult
 from ..digest import stored_bytes
 from .candidates import PipelineTrial

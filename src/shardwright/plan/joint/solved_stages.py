@@ -14,17 +14,18 @@ from functools import cached_property
 import numpy as np
 
 from ...cluster import Cluster
-from ...cost import MemoryPeak, TrainingSetup, backend_traits
-from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
-from ...cost.reshard_prices import prices_of
+from ...cost import TrainingSetup, backend_traits
 from ...cost.resources import phases, row
 from ...ir.paths import is_inside
-from ...layout import Axis, Layout, Mesh, make_layout
-from ...rules import Analysis
+from ...layout import MB, Axis, Mesh
+from ...lower import Placer, transform
+from ...memory import MemoryPeak, StageMemory, rank_memory, simulate_stage_memory
+from ...rules import Analysis, Choices
 from ...storage import Replicated, Storage
 from ..builder import PlanBuilder
+from ..lowering import place_stages
 from ..meshes import axis_names
-from ..pipeline import MB, timed
+from ..pipeline import timed
 from ..plan import Plan, PlanStage
 from ..search import CostFactor, Problem, solve
 from ..stages import OpSequence, StagedGraph, split_graph
@@ -130,8 +131,6 @@ class Refiner:
         )
 
 
-Choices = Mapping[str, Mapping[str, str]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedPipeline:
@@ -185,11 +184,6 @@ class SolvedPipeline:
     def _choices(self) -> list[Choices]:
         return [self._chosen(number) for number in range(len(self.solved))]
 
-    @cached_property
-    def _every(self) -> dict[str, Mapping[str, str]]:
-        """The choices of all ops, each in its own segment."""
-        return {name: choice for choices in self._choices for name, choice in choices.items()}
-
     def _chosen(self, number: int) -> Choices:
         solved, pp_rank = self.solved[number], self.pp_rank(number)
         data, inner = pp_rank.names
@@ -235,14 +229,10 @@ class SolvedPipeline:
         graph, trial = self.analysis.graph, self.trial
         builder = PlanBuilder(graph, Mesh(axes=()), self.analysis)
         base = builder.finish("auto", str(cluster), settle=False)
-        segments = tuple(
-            PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
-            for number in range(len(self.solved))
-        )
         every = {parameter.key: self.storage.get(parameter.key, Replicated()) for parameter in graph.parameters}
         return replace(
             base,
-            entries={graph.entry: segments},
+            entries={graph.entry: self.stages},
             storage=every if any(stored.axes for stored in every.values()) else {},
             microbatches=trial.microbatches,
             schedule=trial.schedule.name,
@@ -255,43 +245,23 @@ class SolvedPipeline:
     def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
         """The memory peak of a device of each pipeline rank."""
         trial = self.trial
-        walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
+        meshes = [timed(replace(stage.mesh, devices=()), self.times) for stage in self.stages]
+        placers = place_stages(self.analysis, self.staged, self.stages, meshes, self.storage, cluster).placers
+        walked = [self._simulate(number, placer, cluster, training) for number, placer in enumerate(placers)]
         pp_ranks = len(trial.pp_ranks)
         schedule = trial.schedule.steady(pp_ranks, trial.microbatches)
         return tuple(rank_memory(schedule, pp_rank, walked, training) for pp_rank in range(pp_ranks))
 
-    def _walk(self, number: int, cluster: Cluster, training: TrainingSetup) -> StageMemory:
-        graph = self.staged.graphs[number]
-        signatures = {op.name: self.analysis.signatures[op.name] for op in graph.ops}
-        analysis = replace(self.analysis, graph=graph, signatures=signatures)
-        mesh = timed(replace(self.mesh(number), devices=()), self.times)
-        choices = self._choices_inside(number)
-        crossing = {value.value for value in self.staged.crossings if number in (value.giver, value.taker)}
-        borders = {value: self._border(analysis, value, choices, mesh) for value in crossing}
-        device = cluster.device(self.pp_rank(number).devices[0]).name
-        return simulate_stage_memory(
-            analysis, mesh, choices, self.storage, training, self.recompute(number), borders,
-            time=MB, traits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
-            prices=prices_of(mesh, cluster, self.mesh(number)),
-        )  # fmt: skip
+    @cached_property
+    def stages(self) -> tuple[PlanStage, ...]:
+        return tuple(
+            PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
+            for number in range(len(self.solved))
+        )
 
-    def _choices_inside(self, number: int) -> Choices:
-        """The choices of all ops that a segment runs, including those that another segment runs too."""
-        axes = {*self.mesh(number).names, MB}
-        return {
-            op.name: {axis: role for axis, role in self._every[op.name].items() if axis in axes}
-            for op in self.staged.graphs[number].ops
-        }
-
-    def _border(self, analysis: Analysis, value: str, choices: Choices, mesh: Mesh) -> Layout:
-        """The layout of a value that crosses: as produced, or as its first reader takes it, without pending sums."""
-        graph = analysis.graph
-        maker = graph.producer.get(value)
-        if maker is not None:
-            _, outputs = analysis.signatures[maker.name].layouts(choices[maker.name], mesh)
-            return make_layout(outputs[maker.outputs.index(value)].shards)
-        user, index = graph.users[value][0]
-        return make_layout(analysis.signatures[user.name].layouts(choices[user.name], mesh)[0][index].shards)
+    def _simulate(self, number: int, placer: Placer, cluster: Cluster, training: TrainingSetup) -> StageMemory:
+        traits = backend_traits(cluster.device(self.pp_rank(number).devices[0]).name, cluster.nodes)
+        return simulate_stage_memory(transform(placer), training, traits, queued=self.solved[number].stage.queued)
 
 
 def layers_of_part(names: Sequence[str]) -> list[str]:

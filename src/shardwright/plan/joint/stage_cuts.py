@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from ...cost import TrainingSetup, flops
 from ...errors import PlanError
 from ...ir import Op
+from ...ir.recompute import layers_of
 from ..problem_structure import FactorEntry, OpTable, ProblemStructure, StorageTable, Table
-from ..recompute import layers_of
 from ..stages import OpSequence
 
 MOST = 256

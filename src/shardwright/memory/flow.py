@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from ..ops import spec_of
 from ..ops.contexts import LocalCall, LocalTensor
@@ -65,6 +66,7 @@ class ReshardMemory:
     backward: float
 
 
+@lru_cache(maxsize=2**12)
 def reshard_memory(kind: str, full: float, shard: float, simple: bool, first: bool, copies: bool) -> ReshardMemory:
     """A reshard between a full tensor of some bytes and a shard of it.
 

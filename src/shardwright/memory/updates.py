@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cost.training import BackendTraits, TrainingSetup
 from ..ir.paths import layer_of
 from .heap import BUFFER, GRADIENT, Heap
 from .rank_program import ParameterMemory, RankStep
-from .training import BackendTraits, TrainingSetup
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
 IN_FLIGHT = 2

@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 
 from ..layout import Layout, Mesh, replicated
-from ..rules import Analysis
-from .strings import REPLICAS
+from ..storage import SHARDED_KINDS
+from .signature import Analysis
+
+REPLICAS = ("dp", *(kind.name for kind in SHARDED_KINDS), "ep")
+"""Policies that split the batch."""
 
 
 def replica_axes(mesh: Mesh) -> tuple[str, ...]:

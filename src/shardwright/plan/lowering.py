@@ -1,4 +1,4 @@
-"""Lowering of a plan with a schedule: a program for each segment, and how values go between them and out.
+"""The programs of a plan: one for each of its stages, and how values go between them and out.
 
 A value that crosses has no pending sum on either side (it is sharded or replicated on each axis of their meshes), so
 that it can be sent in shards, and its gradient back. If the meshes are equal, it is sent as it is received.
@@ -6,22 +6,23 @@ that it can be sent in shards, and its gradient back. If the meshes are equal, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..cluster import Cluster
 from ..cost.reshard_prices import prices_of
 from ..errors import LoweringError
 from ..ir import Graph
 from ..ir.paths import word_of
-from ..layout import Block, Layout, Mesh, Partial, Shard, make_layout, replicated
-from ..plan import Plan, PlanStage
-from ..plan.pipeline import MB, microbatches_of, schedule_of, timed
-from ..plan.stages import OpSequence, StageValue, split_graph
-from ..rules import Analysis
-from .passes import run
-from .place import PlacementTask, Placer, in_time
-from .program import LoweredProgram
+from ..layout import MB, Block, Layout, Mesh, Partial, Shard, make_layout, replicated
+from ..lower import LoweredProgram, PlacementTask, Placer, run
+from ..lower.place import in_time
+from ..rules import Analysis, analyse
+from ..storage import Storage
+from .pipeline import microbatches_of, schedule_of, timed
+from .plan import Plan, PlanStage
+from .stages import OpSequence, StagedGraph, StageValue, split_graph
 
 ParameterLayouts = Mapping[str, Layout]
 
@@ -71,6 +72,35 @@ class PipelinePrograms:
         return frozenset((transfer.giver, transfer.taker) for transfer in self.passages)
 
 
+def lower(
+    graph: Graph,
+    plan: Plan,
+    analysis: Analysis | None = None,
+    *,
+    storage_options: ParameterLayouts | None = None,
+    mode: str = "global",
+    show: Callable[[str, LoweredProgram], None] | None = None,
+) -> LoweredProgram:
+    """The program for a graph under a plan of one stage. `storage_options` fixes how parameters are stored (later
+    entries)."""
+    plan.check_against(graph)
+    (stage,) = plan.entries[graph.entry]
+    task = PlacementTask(
+        graph=graph,
+        analysis=analysis or analyse(graph),
+        mesh=stage.mesh,
+        choices=stage.choices,
+        recompute=stage.recompute,
+        storage=plan.storage,
+        storage_options=storage_options or {},
+        mode=mode,
+        plan_name=plan.name,
+        plan_policy=plan.policy,
+        prices=prices_of(stage.mesh, plan.made_for),
+    )
+    return run(Placer(task), show)
+
+
 def lower_pipeline(
     graph: Graph,
     plan: Plan,
@@ -79,58 +109,97 @@ def lower_pipeline(
     storage_options: Sequence[ParameterLayouts] = (),
     mode: str = "global",
 ) -> PipelinePrograms:
-    """The programs of a plan's segments. `storage_options` fixes the layouts of parameters (later entries)."""
+    """The programs of a plan's stages. `storage_options` fixes the layouts of parameters (later entries)."""
     plan.check_against(graph)
-    segments = plan.entries[graph.entry]
-    shard = split_graph(OpSequence(analysis), [tuple(segment.choices) for segment in segments])
-    puts_off = graph.entry.startswith("train") and schedule_of(plan).splits_weights
+    stages = plan.entries[graph.entry]
+    staged = split_graph(OpSequence(analysis), [tuple(stage.choices) for stage in stages])
     count = microbatches_of(plan, graph)
-    meshes = [timed(segment.mesh, 1 if plan.local else count, inside=mode == "per_replica") for segment in segments]
-    received: dict[tuple[str, int], Layout] = {}
-    settled: dict[Mesh, dict[str, Layout]] = {}  # parameters that several segments of a mesh read
-    programs: dict[int, LoweredProgram] = {}
-    sent: dict[str, Layout] = {}
-    for number in reversed(range(len(segments))):
-        task = PlacementTask(
-            graph=shard.graphs[number],
-            analysis=analysis,
-            mesh=meshes[number],
-            choices=_with_others(segments, number, shard.graphs[number]),
-            recompute=segments[number].recompute,
-            storage=plan.storage,
-            storage_options=storage_options[number] if storage_options else settled.get(segments[number].mesh, {}),
-            mode=mode,
-            entering={
-                crossing.value: _time_of(analysis, segments, crossing, meshes)
-                for crossing in shard.crossings
-                if crossing.taker == number
-            },
-            leaving=_wanted(graph, analysis, segments, meshes, number, shard.crossings, received),
-            plan_name=plan.name,
-            plan_policy=plan.policy,
-            title=f"stage {number} of {len(segments)}" if len(segments) > 1 else "",
-            header=tuple(_header(plan, number, shard.crossings)),
-            stepped=True,
-            puts_off=puts_off,
-            prices=prices_of(meshes[number], plan.made_for, segments[number].mesh),
-        )
-        placer = Placer(task)
-        received |= {(value, number): placer.taken_as(value) for value in task.entering}
-        sent |= {value: placer.given_as(value) for value in task.leaving}
-        programs[number] = run(placer)
-        layouts = {stored.name: stored.layout for stored in programs[number].parameters}
-        settled[segments[number].mesh] = settled.get(segments[number].mesh, {}) | layouts
-    passages = tuple(_passage(graph, crossing, sent, received, meshes) for crossing in shard.crossings)
-    ordered = tuple(programs[number] for number in range(len(segments)))
-    exits = tuple(_exits(graph, count if plan.local else 0, ordered, shard.outputs))
+    meshes = [timed(stage.mesh, 1 if plan.local else count, inside=mode == "per_replica") for stage in stages]
+    placed = place_stages(
+        analysis,
+        staged,
+        stages,
+        meshes,
+        plan.storage,
+        plan.made_for,
+        storage_options=storage_options,
+        mode=mode,
+        plan_name=plan.name,
+        plan_policy=plan.policy,
+        puts_off=graph.entry.startswith("train") and schedule_of(plan).splits_weights,
+        header=(f"schedule   {plan.schedule}",),
+    )
+    programs = tuple(run(placer) for placer in placed.placers)
+    passages = tuple(_passage(graph, crossing, placed, meshes) for crossing in staged.crossings)
+    exits = tuple(_exits(graph, count if plan.local else 0, programs, staged.outputs))
     return PipelinePrograms(
-        plan=plan, graph=graph, microbatches=count, programs=ordered, passages=passages, exits=exits
+        plan=plan, graph=graph, microbatches=count, programs=programs, passages=passages, exits=exits
     )
 
 
-def _header(plan: Plan, number: int, crossings: Sequence[StageValue]) -> Iterator[str]:
-    """Lines for the head of a file: the schedule, and the values received and sent."""
-    yield f"schedule   {plan.schedule}"
+@dataclass(frozen=True, kw_only=True)
+class PlacedStages:
+    """A placer for each stage, and the layouts of values between them, as they are sent and as they are received."""
+
+    placers: tuple[Placer, ...]
+    sent: Mapping[str, Layout]
+    received: Mapping[tuple[str, int], Layout]
+
+
+def place_stages(
+    analysis: Analysis,
+    staged: StagedGraph,
+    stages: Sequence[PlanStage],
+    meshes: Sequence[Mesh],
+    storage: Mapping[str, Storage],
+    cluster: Cluster | None,
+    *,
+    storage_options: Sequence[ParameterLayouts] = (),
+    header: tuple[str, ...] = (),
+    **options: Any,
+) -> PlacedStages:
+    """The placers of all stages, the last one first: what a stage wants decides how the one before it gives.
+
+    meshes    with the axis in time
+    cluster   by whose prices reshards are chosen; None: by bytes
+    options   of every `PlacementTask`
+    """
+    graph = analysis.graph
+    received: dict[tuple[str, int], Layout] = {}
+    settled: dict[Mesh, dict[str, Layout]] = {}  # parameters that several stages of a mesh read
+    sent: dict[str, Layout] = {}
+    placers: list[Placer] = []
+    for number in reversed(range(len(stages))):
+        task = PlacementTask(
+            graph=staged.graphs[number],
+            analysis=analysis,
+            mesh=meshes[number],
+            choices=_with_others(stages, number, staged.graphs[number]),
+            recompute=stages[number].recompute,
+            storage=storage,
+            storage_options=storage_options[number] if storage_options else settled.get(stages[number].mesh, {}),
+            entering={
+                crossing.value: _time_of(analysis, stages, crossing, meshes)
+                for crossing in staged.crossings
+                if crossing.taker == number
+            },
+            leaving=_wanted(graph, analysis, stages, meshes, number, staged.crossings, received),
+            title=f"stage {number} of {len(stages)}" if len(stages) > 1 else "",
+            header=(*header, *_header(number, staged.crossings)),
+            stepped=True,
+            prices=prices_of(meshes[number], cluster, stages[number].mesh),
+            **options,
+        )
+        placer = Placer(task)
+        placers.insert(0, placer)
+        received |= {(value, number): placer.taken_as(value) for value in task.entering}
+        sent |= {value: placer.given_as(value) for value in task.leaving}
+        settled[stages[number].mesh] = settled.get(stages[number].mesh, {}) | placer.parameter_layouts()
+    return PlacedStages(placers=tuple(placers), sent=sent, received=received)
+
+
+def _header(number: int, crossings: Sequence[StageValue]) -> Iterator[str]:
+    """Lines for the head of a file: the values received and sent."""
     for crossing in crossings:
         if crossing.taker == number:
             yield f"receives   {word_of(crossing.value)} from stage {crossing.giver}"
@@ -191,14 +260,13 @@ def _wanted(
 def _passage(
     graph: Graph,
     crossing: StageValue,
-    sent: Mapping[str, Layout],
-    received: Mapping[tuple[str, int], Layout],
+    placed: PlacedStages,
     meshes: Sequence[Mesh],
 ) -> StageTransfer:
     value = graph.values[crossing.value]
     sides = (
-        (sent[crossing.value], meshes[crossing.giver]),
-        (received[crossing.value, crossing.taker], meshes[crossing.taker]),
+        (placed.sent[crossing.value], meshes[crossing.giver]),
+        (placed.received[crossing.value, crossing.taker], meshes[crossing.taker]),
     )
     (shape, a), (_, b) = (_one_microbatch(layout, value.shape, mesh) for layout, mesh in sides)
     return StageTransfer(

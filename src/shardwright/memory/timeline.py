@@ -4,27 +4,22 @@
     backward   gradients are transient, saved tensors are released, gradients of parameters appear
     update     what the optimizer and ZeRO need beside parameters, gradients and states
 
-The timeline is run on the steps of `rank_program.py`, as `fusing.py` leaves them, with reference counts,
-as torch would: a storage goes when nothing uses it any more, be that a name, autograd or a
-gradient on its way.
+The timeline is run on the steps of a lowered program (`rank_program.py`) with reference counts, as torch
+would: a storage goes when nothing uses it any more, be that a name, autograd or a gradient on its way.
 Activation checkpointing: of a recomputed region only its inputs are saved, and backward runs
 its forward again. The step is one after the first: states exist, gradients were set to None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..layout import Mesh
-from ..rules import Analysis
+from ..cost.training import ON_CPU, BackendTraits, TrainingSetup
+from ..lower import LoweredProgram
 from .flow import GradientFlow
-from .fusing import fuse
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .lifetimes import deaths
-from .rank_program import Choices, ParameterMemory, RankProgram, RankStep, StorageByKey, steps_of
-from .reshard_prices import ReshardPrices
-from .training import ON_CPU, BackendTraits, TrainingSetup
+from .rank_program import ParameterMemory, RankProgram, RankStep, read_program
 from .updates import GradientBuckets, Zero3Units
 
 
@@ -53,24 +48,9 @@ class MemoryPeak:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.inputs
 
 
-def simulate_memory(
-    analysis: Analysis,
-    mesh: Mesh,
-    choices: Choices,
-    storage: StorageByKey,
-    training: TrainingSetup,
-    recompute: Sequence[str] = (),
-    *,
-    traits: BackendTraits = ON_CPU,
-    prices: ReshardPrices | None = None,
-) -> MemoryPeak:
-    """The peak of a rank under a plan.
-
-    recompute   module paths, each of which is recomputed in backward
-    traits      what the device's libraries do with memory
-    prices      by which lowering chooses reshards; None: bytes
-    """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, prices=prices))
+def simulate_memory(lowered: LoweredProgram, training: TrainingSetup, traits: BackendTraits = ON_CPU) -> MemoryPeak:
+    """The peak of a rank that runs a program. `traits`: what the device's libraries do with memory."""
+    program = read_program(lowered, training, traits)
     line = MemoryTimeline(program, training, traits)
     line.forward()
     line.backward()
@@ -244,6 +224,8 @@ class MemoryTimeline:
         elif storage is not None and (parameter.wider > 1 or self.heap.refs[storage] > 1):  # .grad is a copy
             self.heap.new(parameter.bytes * parameter.wider, GRADIENT)
             self.heap.drop(storage)
+        elif storage is not None:  # .grad is what backward made
+            self.heap.relabel(storage, GRADIENT)
 
     def update(self) -> None:
         """The optimizer's own tensors, and the parameters whose updated shards are gathered."""

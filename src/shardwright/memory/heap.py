@@ -40,6 +40,12 @@ class Heap:
             self.now[self.kind[storage]] -= self.size[storage]
             self.total -= self.size[storage]
 
+    def relabel(self, storage: int, kind: int) -> None:
+        """Count a storage as another kind from now on."""
+        self.now[self.kind[storage]] -= self.size[storage]
+        self.now[kind] += self.size[storage]
+        self.kind[storage] = kind
+
     def touch(self, size: float) -> None:
         """Allocate some bytes and let them go again."""
         self._look(size)

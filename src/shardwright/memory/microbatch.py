@@ -13,18 +13,16 @@ After the schedule the activations are gone, and what is aside is summed, or bec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..layout import Layout, Mesh
-from ..rules import Analysis
+from ..cost.training import BackendTraits, TrainingSetup
+from ..layout import MB
+from ..lower import LoweredProgram
 from ..schedule import MicrobatchMemory, Schedule, in_flight
-from .fusing import fuse
 from .heap import ACTIVATION
-from .memory_timeline import MemoryPeak, MemoryTimeline
-from .rank_program import Choices, ParameterMemory, StorageByKey, steps_of
-from .reshard_prices import ReshardPrices
-from .training import BackendTraits, TrainingSetup
+from .rank_program import ParameterMemory, read_program
+from .timeline import MemoryPeak, MemoryTimeline
 
 NOTHING = MicrobatchMemory(0.0, 0.0)
 
@@ -55,27 +53,10 @@ class StageMemory:
 
 
 def simulate_stage_memory(
-    analysis: Analysis,
-    mesh: Mesh,
-    choices: Choices,
-    storage: StorageByKey,
-    training: TrainingSetup,
-    recompute: Sequence[str],
-    borders: Mapping[str, Layout],
-    *,
-    time: str,
-    traits: BackendTraits,
-    queued: float = 0.0,
-    prices: ReshardPrices | None = None,
+    lowered: LoweredProgram, training: TrainingSetup, traits: BackendTraits, queued: float = 0.0
 ) -> StageMemory:
-    """One microbatch of a stage.
-
-    mesh       with the axis in time
-    time       the name of that axis
-    borders    how values lie that cross
-    prices     by which lowering chooses reshards; None: bytes
-    """
-    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders, prices))
+    """One microbatch of a stage. `queued`: bytes from its backward until the gradients of parameters are made."""
+    program = read_program(lowered, training, traits)
     parameters = [
         parameter
         if (accumulating := parameter.storage.while_accumulating()) is parameter.storage
@@ -83,7 +64,7 @@ def simulate_stage_memory(
         for parameter in program.parameters
     ]
     program.parameters[:] = [
-        parameter if parameter.storage.shards_parameter or not parameter.trainable else replace(parameter, sums=(time,))
+        parameter if parameter.storage.shards_parameter or not parameter.trainable else replace(parameter, sums=(MB,))
         for parameter in parameters
     ]
     line = MemoryTimeline(program, training, traits)
@@ -94,25 +75,16 @@ def simulate_stage_memory(
     line.backward()
     at = heap.where
     line.update()
-    received = sum(program.tensors[number].bytes for number in _received(analysis, borders))
     return StageMemory(
-        parameters=tuple(
-            replace(parameter, sums=tuple(axis for axis in parameter.sums if axis != time)) for parameter in parameters
-        ),
+        parameters=tuple(parameters),
         inputs=program.inputs + program.constants,
         saved=saved,
-        received=received,
+        received=program.received,
         queued=min(queued, saved),
         over=max(heap.peaks["forward"], heap.peaks["backward"]) - start - saved,
         update=max(0.0, heap.peaks["update"] - start),
         at=at,
     )
-
-
-def _received(analysis: Analysis, borders: Mapping[str, Layout]) -> list[int]:
-    """The first tensors of a program are its inputs, in order."""
-    names = [item.value for item in analysis.graph.inputs]
-    return [number for number, name in enumerate(names) if name in borders]
 
 
 def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], training: TrainingSetup) -> MemoryPeak:
