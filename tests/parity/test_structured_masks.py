@@ -129,13 +129,13 @@ WINDOW = MaskStructure(after=0, before=3)
 CAUSAL, FULL = MaskStructure(after=0), MaskStructure()
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[MaskStructure | str | None]]] = {
     "llama": (llama, False, {CAUSAL}),
-    "llama, padded": (llama, True, {"causal, padded keys by to_copy"}),
+    "llama, padded": (llama, True, {"causal, padded keys by attention_mask_1"}),
     "gemma": (gemma, False, {CAUSAL}),
     "gpt2": (gpt2, False, {CAUSAL}),
     "mistral, window of 4": (lambda: mistral(4), False, {WINDOW}),
     "mistral, window of 64": (lambda: mistral(64), False, {CAUSAL}),
     "bert": (bert, False, {FULL}),
-    "bert, padded": (bert, True, {"padded keys by to_copy"}),
+    "bert, padded": (bert, True, {"padded keys by attention_mask_1"}),
     "t5": (t5, False, {None, FULL}),  # position biases are data; the decoder sees all of the encoder
 }
 
