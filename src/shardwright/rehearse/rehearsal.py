@@ -134,6 +134,7 @@ def _read(
         skeleton.train()
     with casting(skeleton, exact):
         captured = capture(skeleton, args, kwargs, entry="train", real=lambda: (model, args, kwargs))
+    captured = replace(captured, padding=())  # the plan is for the program with its mask, whatever a batch is like
     if options.outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     graph = captured.graph
