@@ -32,6 +32,7 @@ class FileNames:
 
     program: LoweredProgram
     keys: Mapping[str, str]  # the key of a parameter or buffer -> its value
+    own_keys: Mapping[str, str]  # the same, with one key for a tied parameter: the one by which lines call it
     sizes: Mapping[str, int]
     uneven: Mapping[str, ast.expr]  # attributes that hold sizes which differ between ranks
     groups: frozenset[str]
@@ -242,12 +243,7 @@ def expected(op: Op, scope: Scope) -> dict[str, Any]:
             arguments.pop(flag, None)
         state = {spec.state: "R"} if spec.state is not None else {}
         return {"x": Slot(0), **arguments, **state}
-    if spec.expects is None:
-        return arguments
-    program = scope.file.program  # of a tied parameter, the key by which lines call it
-    own = {stored.name: stored.value for stored in program.parameters}
-    own |= {buffer.key: buffer.value for buffer in program.graph.buffers}
-    return spec.expects(op, arguments, own)
+    return arguments if spec.expects is None else spec.expects(op, arguments, scope.file.own_keys)
 
 
 def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:

@@ -97,10 +97,11 @@ def _names(
         if isinstance(node, ast.Assign)
     }
     keys = {key: spec.value for spec in program.parameters for key in spec.keys}
-    keys |= {buffer.key: buffer.value for buffer in program.graph.buffers}
+    buffers = {buffer.key: buffer.value for buffer in program.graph.buffers}
     return FileNames(
         program=program,
-        keys=keys,
+        keys=keys | buffers,
+        own_keys={spec.name: spec.value for spec in program.parameters} | buffers,
         sizes={name: int(ast.literal_eval(node)) for name, node in plain.items() if isinstance(node, ast.Constant)},
         uneven=uneven,
         groups=frozenset(ast.literal_eval(plain["GROUPS"])),
