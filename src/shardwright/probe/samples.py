@@ -81,16 +81,20 @@ def make_sample(call: OpCall, run: Run) -> Sample:
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
 
 
-def _proves(sample: Sample, run: Run) -> bool:
-    """Whether results and gradients have finite elements: normal numbers may be outside of the op's domain."""
+def is_finite_somewhere(sample: Sample, run: Run, seed: int) -> bool:
+    """Whether each result and gradient has a finite element: numbers may be outside of the op's domain."""
     values = sample.call.inputs
-    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(0), values, strict=True)]
+    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(seed), values, strict=True)]
+    outputs = run(sample.call.op, inputs)
+    gradients = backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)
+    return all(informative(x) for x in (*outputs, *gradients) if x is not None)
+
+
+def _proves(sample: Sample, run: Run) -> bool:
     try:
-        outputs = run(sample.call.op, inputs)
-        gradients = backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)
+        return is_finite_somewhere(sample, run, 0)
     except Exception:  # whoever probes the op says why its backward does not run
         return True
-    return all(informative(x) for x in (*outputs, *gradients) if x is not None)
 
 
 def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) -> Sample:
