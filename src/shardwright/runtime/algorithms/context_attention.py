@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwright.errors import LayoutError
+from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Shard
 
 from ..collectives import blocks, comm
@@ -207,8 +207,12 @@ class _ContextAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: what is made here would have no gradient
+            raise InputError(
+                "gradients of gradients don't go through attention that is split on the sequence; use a plan without cp, "
+                "or compute the penalty without create_graph=True"
+            )
         query, key, value, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
