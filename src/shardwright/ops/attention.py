@@ -1,4 +1,8 @@
-"""Scaled dot product attention: batch and heads may be split, and queries where nothing depends on their place."""
+"""Scaled dot product attention: batch and heads may be split, and queries where nothing depends on their place.
+
+`STRUCTURED` is attention that has a few numbers, and values for documents and padding, in place of a mask
+(`ir.MaskStructure`, `runtime/algorithms/attention.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,9 @@ from .random import groups_of_splits, print_splits
 from .reading import Arguments, read_form
 from .spec import Kernel, define
 
+STRUCTURED = "shardwright.attention.default"
+"""Attention with a structure in place of a mask."""
+
 
 def attention(call: OpCall) -> Rule | None:
     """Batch and heads. Queries may be split too if nothing depends on their place.
@@ -30,15 +37,24 @@ def attention(call: OpCall) -> Rule | None:
     query_heads, key_heads = q[-3], k[-3]
     grouped = query_heads != key_heads
     heads = "(g r)" if grouped else "g"
-    causal = bool(call.op.argument("is_causal", False))
-    s = "s^" if causal else "s"
+    by_place = call.op.argument("is_causal", False) or not _reaches_everywhere(call.op)
+    s = "s^" if by_place else "s"
     row = " ".join(lead)
     terms = [f"{row} {heads} {s} e^", f"{row} g t^ e^", f"{row} g t^ d^"]
     mask = call.tensor("attn_mask")
     if mask is not None:
         terms.append(_mask_term(mask.shape, call.outputs[0].shape, lead, heads, s))
+    for name, places in (("query_documents", s), ("key_documents", "t^"), ("padding", "t^")):
+        data = call.tensor(name)
+        if data is not None:
+            terms.append(f"{row if data.shape[0] == q[0] else '1'} {places}")
     rule = parse(f"{', '.join(terms)} -> {row} {heads} {s} d^")
     return rule.with_sizes({"g": key_heads, "r": query_heads // key_heads} if grouped else {})
+
+
+def _reaches_everywhere(op: Op) -> bool:
+    """Whether no position of a query or a key decides what is seen."""
+    return op.argument("before") is None and op.argument("after") is None
 
 
 def _mask_term(shape: tuple[int, ...], out: tuple[int, ...], lead: list[str], heads: str, s: str) -> str:
@@ -94,6 +110,33 @@ def run_keyed_attention(run: RankRun, a: RuntimeArguments) -> object:
     )  # fmt: skip
 
 
+def print_structured_attention(p: Printing) -> str:
+    numbers = p.options("before", "after") + (p.options("prefix") if p.literal("prefix") else "")
+    documents = [p[name] for name in ("query_documents", "key_documents") if p.has(name)]
+    if documents:
+        same = len(set(documents)) == 1
+        numbers += f", documents={documents[0] if same else f'({documents[0]}, {documents[1]})'}"
+    return f"runtime.attention({p['query']}, {p['key']}, {p['value']}{numbers}{p.options('padding', 'scale')})"
+
+
+def read_structured_attention(op: Op, node: ast.expr) -> Arguments:
+    names = "query, key, value, before, after, prefix, documents, padding, scale"
+    read = read_form(op, node, f"runtime.attention({names})", 3)
+    documents = read.pop("documents", None)
+    if documents is not None:
+        pair = documents.elts if isinstance(documents, ast.Tuple) else [documents, documents]
+        read |= dict(zip(("query_documents", "key_documents"), pair, strict=True))
+    return read
+
+
+def run_structured_attention(run: RankRun, a: RuntimeArguments) -> object:
+    documents = None if a["key_documents"] is None else (a["query_documents"], a["key_documents"])
+    return run.runtime.attention(
+        a["query"], a["key"], a["value"], before=a["before"], after=a["after"], prefix=a.get("prefix", 0),
+        documents=documents, padding=a["padding"], scale=a["scale"],
+    )  # fmt: skip
+
+
 # -- memory
 
 
@@ -139,6 +182,21 @@ def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
     return 0.0, 0.0
 
 
+def saved_structured_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> SavedForBackward:
+    """All inputs, the result, and a number for each query."""
+    query = call.inputs[0]
+    width = signature.analysis.graph.values[call.op.inputs[0]].shape[-1]
+    return SavedForBackward((True,) * len(call.inputs), (True,), query.elements / max(width, 1) * max(query.item, 4))
+
+
+def structured_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
+    """Gradients of keys and values come in parts; half precision is summed in float32."""
+    query, key, value = call.inputs[:3]
+    wide = 0.0 if query.item >= 4 else 4.0 / query.item
+    parts = key.bytes + value.bytes
+    return wide * call.outputs[0].bytes, parts + wide * (query.bytes + parts)
+
+
 define("scaled_dot_product_attention", rule=attention, keyed=True, localize=local_attention, kernel=Kernel.ATTENTION,
        keeps_order=True, saved=saved_attention, work=scores_work, prints=print_attention, positional=3,
        result="attention",
@@ -146,6 +204,10 @@ define("scaled_dot_product_attention", rule=attention, keyed=True, localize=loca
        unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,
        runs=run_keyed_attention, unsaid={"is_causal": False, "enable_gqa": False})  # fmt: skip
+define(STRUCTURED, rule=attention, kernel=Kernel.ATTENTION, keeps_order=True, saved=saved_structured_attention,
+       work=structured_work, prints=print_structured_attention, reads=read_structured_attention,
+       runs=run_structured_attention, result="attention", unsaid={"prefix": 0},
+       leaves_out=lambda op, name, value: False)  # after=0 is not the same as nothing  # fmt: skip
 define("_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
        "_scaled_dot_product_fused_attention_overrideable _efficient_attention_forward _native_multi_head_attention "
