@@ -28,7 +28,8 @@ from torch.nn.functional import pad
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Shard
 
-from ..collectives import blocks, comm
+from ..collectives import blocks
+from ..collectives.ring import shift_async
 from ..world import Group
 from .attention_blocks import Places, Visibility, attend, attend_backward, merge
 from .random import Splits
@@ -153,7 +154,7 @@ class AttentionCall:
         return max(places.count for places in self.keys)
 
 
-class _Block(NamedTuple):
+class _KeyBlock(NamedTuple):
     """Keys and values of one rank, which is `step` ranks away."""
 
     step: int
@@ -179,10 +180,10 @@ def _in_reach(queries: Places, keys: Places, visible: Visibility) -> bool:
     return near and (visible.after is None or keys.start <= last_query + visible.after)
 
 
-def _blocks(key: Tensor, value: Tensor, call: AttentionCall) -> Iterator[_Block]:
+def _blocks(key: Tensor, value: Tensor, call: AttentionCall) -> Iterator[_KeyBlock]:
     """The keys and values that this rank looks at, own ones first; the next are sent while these are used."""
     if call.ring is None:
-        yield _Block(0, key, value, call.keys[0])
+        yield _KeyBlock(0, key, value, call.keys[0])
         return
     packed = _packed(key, value, call.largest)
     steps = _steps(call)
@@ -190,10 +191,10 @@ def _blocks(key: Tensor, value: Tensor, call: AttentionCall) -> Iterator[_Block]
     for step, following in zip(steps, (*steps[1:], None), strict=True):
         received = arriving()
         if following is not None:
-            arriving = comm.shift_async(packed, following, call.ring)
+            arriving = shift_async(packed, following, call.ring)
         keys = call.keys[(call.index - step) % call.ring.size]
         block = (key, value) if step == 0 else _unpacked(received, key, value, call.largest, keys.count)
-        yield _Block(step, *block, keys)
+        yield _KeyBlock(step, *block, keys)
 
 
 def _packed(key: Tensor, value: Tensor, largest: int) -> Tensor:
@@ -266,7 +267,7 @@ class _Attention(torch.autograd.Function):
                 totals[2] += dv
                 continue
             assert call.ring is not None
-            returning.append(comm.shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
+            returning.append(shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
         for arrived in returning:
             parts = _unpacked(arrived(), key, value, call.largest, key.shape[-2])
             for total, part in zip(totals[1:], parts, strict=True):
