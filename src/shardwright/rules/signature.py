@@ -118,10 +118,6 @@ class Signature:
         known = ", ".join(role.name for role in self.roles) or "none"
         raise PlanError(f"{self.op} can't be split on {name!r}; it can be split on: {known}")
 
-    def role_of(self, atom: int) -> Role | None:
-        """The first role that takes an atom."""
-        return next((role for role in self.roles if role.atom == atom), None)
-
     def linear_groups(self) -> tuple[int, ...]:
         return tuple(sorted({bound.linear for bound in self.inputs if bound.linear is not None}))
 
