@@ -40,6 +40,9 @@ by flash attention 2 on an H100 unless it is told otherwise (pytorch/pytorch iss
 attention 3 has 632), and 0.8 of that in long runs, as in the catalogue.
 """
 
+SLOW_MEMORY = 2.4e12
+"""Bytes a second of the H100s of torchtitan's runs, which have 96 GB of an older memory (its docs/performance.md)."""
+
 
 def predicted_seconds(row: Row) -> float:
     """Seconds of a step, as `sw.plan` predicts them."""
@@ -86,22 +89,25 @@ def _pipeline(row: Row) -> Plan:
 
 
 def cluster(row: Row) -> str | Path:
-    """The name of a run's cluster, or a file that says which kernel its attention was by."""
+    """The name of a run's cluster, or a file that says what was other than in the catalogue."""
     program, gpu = row.family.split()[0], parse(row.cluster).device(0).name.split("-")[0]
     if (program, gpu) not in OLDER_KERNELS:
         return row.cluster
-    return cluster_file(row.cluster, *OLDER_KERNELS[program, gpu])
+    return cluster_file(row.cluster, *OLDER_KERNELS[program, gpu], SLOW_MEMORY if program == "torchtitan" else None)
 
 
 @cache
-def cluster_file(name: str, kernel: AttentionKernel, efficiency: float) -> Path:
-    """A cluster of the catalogue, but with this attention."""
+def cluster_file(name: str, kernel: AttentionKernel, efficiency: float, bandwidth: float | None) -> Path:
+    """A cluster of the catalogue, but with this attention, and maybe with another memory."""
     known = parse(name)
     (group,) = known.groups
     device = group.node.device
     others = tuple(item for item in device.efficiency if item.kind != "attention")
     own = Efficiency(kind="attention", curve=Curve(((1.0, efficiency),)))
-    node = replace(group.node, device=replace(device, efficiency=(*others, own), attention=kernel))
+    changed = replace(
+        device, efficiency=(*others, own), attention=kernel, bandwidth=bandwidth or device.bandwidth
+    )  # fmt: skip
+    node = replace(group.node, device=changed)
     path = Path(tempfile.mkdtemp()) / "cluster.yaml"
     save(replace(known, groups=(NodeGroup(node=node, nodes=group.nodes),)), path)
     return path

@@ -38,15 +38,15 @@ class AssumedEfficiency:
 # 0.78, MI250X 0.77, MI300X 0.60. That long runs reach 0.9 of it on an A100 and 0.8 on an H100, as well as memory and
 # edge, was fitted to published throughputs of training; docs/cost-model.md says how well they hold.
 # Attention: the same part of what benchmarks of kernels found: 0.73 of an A100 (the paper of flash attention 2), 0.66
-# of an H100 (that of flash attention 3), 0.74 of a B200 (Dao-AILab/flash-attention, pull request 2605). The others are
-# by analogy, untested.
+# of an H100 (that of flash attention 3; 0.61 by cuDNN), 0.74 of a B200 (Dao-AILab/flash-attention, pull request 2605).
+# The others are by analogy, untested.
 ASSUMED = {
     "V100": AssumedEfficiency(
         0.75, 0.30, 0.75, 5 * MICRO, 128
     ),  # no flash attention for it in torch; tiles are smaller
-    "A100": AssumedEfficiency(0.77, 0.66, 0.72, 5 * MICRO, 192),
-    "H100": AssumedEfficiency(0.65, 0.53, 0.72, 5 * MICRO, 192),
-    "B200": AssumedEfficiency(0.63, 0.60, 0.72, 5 * MICRO, 256),
+    "A100": AssumedEfficiency(0.77, 0.66, 0.70, 5 * MICRO, 192),
+    "H100": AssumedEfficiency(0.64, 0.50, 0.70, 5 * MICRO, 192),
+    "B200": AssumedEfficiency(0.62, 0.60, 0.70, 5 * MICRO, 256),
     "MI250": AssumedEfficiency(0.60, 0.40, 0.65, 8 * MICRO, 192),
     "MI300X": AssumedEfficiency(0.50, 0.35, 0.65, 8 * MICRO, 256),
     "L40S": AssumedEfficiency(0.65, 0.55, 0.75, 5 * MICRO, 128),  # 350 W do not last for the peak
