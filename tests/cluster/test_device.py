@@ -117,22 +117,20 @@ PUBLISHED = [
 def test_kernels_have_the_rates_that_were_published(kernel: AttentionKernel, which, best, published):
     """They count the scores that a mask leaves, and 2.5 times the flops of forward for backward."""
     for keys, rate in zip(TOKENS, published, strict=True):
-        needed = 0.5 if which == "causal" else 1.0
-        work = kernel.forward_work(1.0, keys, causal=which == "causal", mask=False)
+        needed, edges = (0.5, 1) if which == "causal" else (1.0, 0)
+        work = kernel.forward_work(1.0, keys, seen=needed, edges=edges)
         if which == "backward":
             needed, work = 2.5, work * kernel.backward_part(keys)
         assert best * needed / work == pytest.approx(rate, rel=0.08)
 
 
 def test_a_mask_costs_the_kernel_that_takes_none():
-    plain = FLASH_3.forward_work(1.0, 8192, causal=False, mask=False)
-    masked = FLASH_3.forward_work(1.0, 8192, causal=False, mask=True)
-    assert masked == FLASH_3.masked * plain
+    assert FLASH_3.forward_work(1.0, 8192, mask=True) == FLASH_3.masked * FLASH_3.forward_work(1.0, 8192)
 
 
 @given(st.sampled_from([FLASH_2, FLASH_3, AttentionKernel()]), st.floats(1, 1e6))
 def test_a_causal_attention_is_never_more_than_its_tiles_slower(kernel, keys):
-    full, causal = (kernel.forward_work(1.0, keys, causal=causal, mask=False) for causal in (False, True))
+    full, causal = kernel.forward_work(1.0, keys), kernel.forward_work(1.0, keys, seen=0.5, edges=1)
     assert causal <= full / kernel.causal
     assert causal >= 0.5 * full / kernel.causal
 

@@ -84,12 +84,16 @@ class AttentionKernel:
             if not 0 < getattr(self, what) < math.inf:
                 raise ClusterError(f"attention_kernel.{what} is {getattr(self, what)}; it must be a positive number")
 
-    def forward_work(self, flops: float, keys: float, *, causal: bool, mask: bool) -> float:
-        """The flops of a long attention without a mask that take as long as `flops`, those of all pairs."""
-        work = flops * (1.0 + self.short / keys)
-        if causal:
-            work *= min(1.0, 0.5 + 0.5 * self.diagonal / keys) / self.causal
-        return work * (self.masked if mask else 1.0)
+    def forward_work(
+        self, flops: float, keys: float, *, seen: float = 1.0, edges: int = 0, mask: bool = False
+    ) -> float:
+        """The flops of a long attention without a mask that take as long as `flops`, those of all pairs.
+
+        seen    the share of pairs that are needed: half if causal
+        edges   how many diagonals bound them: one if causal, two with a window
+        """
+        work = flops * (1.0 + self.short / keys) * min(1.0, seen + 0.5 * edges * self.diagonal / keys)
+        return work / (self.causal if edges else 1.0) * (self.masked if mask else 1.0)
 
     def backward_part(self, keys: float) -> float:
         """How many times as long as forward backward takes: 5 matmuls for 2."""

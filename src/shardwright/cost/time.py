@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
+from ..ir import MaskStructure
 from ..ops import Kernel, spec_of
+from ..ops.attention import STRUCTURED
 from ..ops.contexts import LocalCall, LocalTensor
 from ..ops.user_calls import OPAQUE
 
@@ -115,12 +117,21 @@ def _smallest_side(call: LocalCall) -> float:
 
 
 def _attention(call: LocalCall, device: Device) -> OpTime:
-    """Fused. A causal one skips the blocks above the diagonal."""
-    kernel = device.attention
+    """Fused. A causal one skips the blocks above the diagonal, one with a window those before it too."""
+    kernel, structured = device.attention, call.op.target == STRUCTURED
     keys = max(1.0, call.flops / (4.0 * max(1.0, call.inputs[0].elements)))
-    causal, mask = bool(call.op.argument("is_causal")), call.op.tensor("attn_mask") is not None
-    forward = _product_time(call, device, "attention", kernel.forward_work(call.flops, keys, causal=causal, mask=mask))
+    seen, edges = _seen(call, round(keys)) if structured else (0.5, 1) if call.op.argument("is_causal") else (1.0, 0)
+    mask = structured or call.op.tensor("attn_mask") is not None
+    work = kernel.forward_work(call.flops, keys, seen=seen, edges=edges, mask=mask)
+    forward = _product_time(call, device, "attention", work)
     return OpTime(forward, kernel.backward_part(keys) * forward if call.gradient else 0.0)
+
+
+def _seen(call: LocalCall, length: int) -> tuple[float, int]:
+    """The share of pairs in reach, as if there were as many queries as keys, and how many diagonals bound it."""
+    limits = {name: call.op.argument(name) for name in ("before", "after")}
+    reach = MaskStructure(**limits, prefix=call.op.argument("prefix", 0))
+    return reach.pairs(length, length) / length**2, sum(limit is not None for limit in limits.values())
 
 
 # -- what goes over memory
