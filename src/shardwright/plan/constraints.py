@@ -28,11 +28,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
-
 from ..cluster import quantity
-from ..cluster.file import StrictLoader
 from ..errors import PlanError, ScheduleError, raise_all
+from ..formats import StrictLoader, read_yaml
 from ..ir import Op
 from ..ir.paths import prefixes
 from ..schedule import schedule_kind
@@ -216,12 +214,7 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
 def _load(path: str | Path) -> Any:
     if not str(path).endswith((".yaml", ".yml")):
         raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader) or []
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not YAML: {error}") from error
+    return read_yaml(path, PlanError, _Loader) or []
 
 
 def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
