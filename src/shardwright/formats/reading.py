@@ -28,9 +28,10 @@ def read_text(path: str | Path, kind: Kind, largest: int = LARGEST_JSON) -> byte
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise kind(f"{path} can't be read: it is not a file")
-            content = file.read(largest + 1)
+            content = file.read(min(status.st_size, largest) + 1)
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         raise kind(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     if len(content) > largest:
@@ -87,7 +88,7 @@ def parse_yaml(content: bytes, path: str | Path, kind: Kind, loader: type[Any] =
         return None if node is None else loader("").construct_document(node)
     except RecursionError as error:
         raise kind(f"{path} is not YAML that can be read: it is nested too deep") from error
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # a date such as 2026-99-99
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, OverflowError) as error:  # a date such as 2026-99-99
         raise kind(f"{path} is not YAML: {error}") from error
 
 
