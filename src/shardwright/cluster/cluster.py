@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..errors import ClusterError
-from ..layout import Mesh
+from ..layout import MOST_DEVICES, Mesh
 from .collective import Collective, MeasuredCollective, Span, collective_time
 from .device import USUAL_OVERLAP, Device
 from .link import Link, slowest
@@ -91,6 +91,8 @@ class Cluster:
         if len(set(keys)) != len(keys):
             raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")
         object.__setattr__(self, "_starts", (0, *accumulate(group.size for group in self.groups)))
+        if self.size > MOST_DEVICES:
+            raise ClusterError(f"the cluster {self.name!r} has {self.size} devices; there may be {MOST_DEVICES}")
 
     def __str__(self) -> str:
         return self.name

@@ -12,6 +12,8 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from ..errors import ClusterError
+from ..formats import show
+from ..layout import MOST_DEVICES
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS, USUAL, unknown
 from .cluster import Cluster, Node, NodeGroup
@@ -203,7 +205,7 @@ class ClusterReader:
 
     def has_keys(self, data: Any, at: str, keys: Iterable[str], needed: Iterable[str] = ()) -> bool:
         if not isinstance(data, dict):
-            self.fault(at, f"{data!r} is not a mapping of keys to values")
+            self.fault(at, f"{show(data)} is not a mapping of keys to values")
             return False
         wrong = [key for key in data if key not in keys]
         missing = [key for key in needed if key not in data]
@@ -215,13 +217,13 @@ class ClusterReader:
 
     def entries(self, data: Any, at: str) -> list[tuple[str, Any]]:
         if not isinstance(data, dict):
-            self.fault(at, f"{data!r} is not a mapping of names to facts")
+            self.fault(at, f"{show(data)} is not a mapping of names to facts")
             return []
         return [(str(key), value) for key, value in data.items()]
 
     def rows(self, data: Any, at: str) -> list[Any]:
         if not isinstance(data, list) or not data:
-            self.fault(at, f"{data!r} is not a list with at least one entry")
+            self.fault(at, f"{show(data)} is not a list with at least one entry")
             return []
         return data
 
@@ -233,12 +235,12 @@ class ClusterReader:
             return 1.0
 
     def count(self, value: Any, at: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.fault(at, f"{value!r} is not a number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DEVICES:
+            self.fault(at, f"{show(value)} is not a number from 1 to {MOST_DEVICES}")
             return 1
         return value
 
     def text(self, value: Any, at: str) -> str:
         if not isinstance(value, str):
-            self.fault(at, f"{value!r} is not text")
+            self.fault(at, f"{show(value)} is not text")
         return str(value)
