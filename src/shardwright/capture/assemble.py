@@ -26,7 +26,7 @@ from .building.value_names import value_names
 from .captured import NO_FACTS, CapturedGraph, ImportedFunction, InputLeaf, MaskFacts
 from .copies import copy_module
 from .interpret import run_plain
-from .masks import dense_mask_notes, structure_masks
+from .masks import check_documents, dense_mask_notes, structure_masks
 from .tracing.attribute_reads import Reads, everything
 from .tracing.export import Trace, trace, without_collection
 from .tracing.python_numbers import Number
@@ -177,6 +177,7 @@ def _finish(
         promote_floats(builder)
     join_repeats(builder)
     masks = structure_masks(leaves)
+    check_documents(leaves)
     updates = {key: builder.now(value) for key, value in updates.items()}
     written = {start: builder.now(value) for start, value in written.items()}
     ends = [None if value is None else builder.now(value) for value in ends]
