@@ -96,7 +96,7 @@ def test_a_packed_batch_trains_as_its_documents_one_by_one(one_by_one, plan):
 
 def test_a_batch_that_replicas_share_and_one_that_they_cannot(one_by_one):
     """Replicas have unequally many labels."""
-    model, loss, gradients = one_by_one
+    model, loss, _ = one_by_one
     batch = packed(8, shift_labels=True)
     assert len(batch["labels"]) == 6
     counts = [int((half != -100).sum()) for half in batch["labels"].chunk(2)]

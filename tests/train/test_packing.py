@@ -121,9 +121,9 @@ def test_packing_in_a_config_file(tmp_path, monkeypatch, capsys):
 
 
 def test_settings_that_would_not_give_the_mean_over_tokens_are_refused(tmp_path):
-    with pytest.raises(InputError, match='set optimization.reduction="token"'):
+    with pytest.raises(InputError, match=r'set optimization\.reduction="token"'):
         packed_run(tmp_path, reduction="mean")
     with pytest.raises(InputError, match="the data yields batches already: pass the documents"):
         packed_run(tmp_path, train_data=loader(Documents(), 4), batch_size=None)
-    with pytest.raises(InputError, match="loader.draw_by_row is for rows that are samples"):
+    with pytest.raises(InputError, match=r"loader\.draw_by_row is for rows that are samples"):
         LoaderOptions(packing=PACKING, draw_by_row=True)
