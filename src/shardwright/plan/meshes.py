@@ -139,10 +139,10 @@ def axis_names(analysis: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str
         for name, choice in choices.items():
             picked = choice.get(axis.name)
             signature = analysis.signatures[name]
-            role = next((role for role in signature.roles if role.name == picked), None)
+            role = signature.picked(picked)
             if role is None:
                 continue
-            experts = experts or signature.beside(role.label) is not None
+            experts = experts or signature.is_split_by("experts", role)
             weight = flops(signature) if is_matmul(signature) else 1e-6
             work["dp" if role.atom in analysis.batch else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
