@@ -187,7 +187,7 @@ def test_llama3_at_128k_has_a_plan_that_fits(capsys):
     assert "predicted memory" in printed
 
 
-@pytest.mark.parametrize("plan", ["auto", "sp=2"])
+@pytest.mark.parametrize("plan", ["auto", "cp=2", "ulysses=2"])
 def test_llama3_at_a_long_sequence(pools, tmp_path, plan):
     small = ["--seq", "512", "--steps", "3", "--layers", "1", "--code", str(tmp_path)]
     alone = run_example(0, "llama3_128k", [*small, "--plan", "single"])

@@ -17,10 +17,16 @@ from shardwright.errors import CaptureError
 from tests.models.packed_gpt import PackedGPT
 from tests.verified import referred, verified
 
+from . import single
 from .threaded import apart, assert_close, ranks_of
 
 LENGTH, VOCABULARY = PackedGPT.length, PackedGPT.vocabulary
-PLANS = ["dp=2", "tp=2", "sp=2", "zero3=2", "pp=2", "dp=2,tp=2"]
+PLANS = [
+    "dp=2", "tp=2", "sp=2", "zero3=2", "pp=2", "dp=2,tp=2", "cp=2", "cp_all_gather=2", "ulysses=2", "cp=2,tp=2",
+    "cp=2,pp=2", "zero3=2,cp=2",
+]  # fmt: skip
+PROCESSES = {"dp=2": 2, "cp=2": 2, "cp_all_gather=2": 2, "ulysses=2": 2, "cp=2,tp=2": 4, "zero3=2,cp=2": 4}
+LIMIT = 200.0  # seconds for one model under one plan, on a busy machine
 Gradients = dict[str, Tensor]
 
 
@@ -106,6 +112,15 @@ def test_a_batch_that_replicas_share_and_one_that_they_cannot(one_by_one):
             assert_close(rank.outputs, loss, 1.0, "the loss")
 
 
+@pytest.mark.parametrize("plan", PROCESSES)
+@pytest.mark.parametrize("model", ["gpt_packed", "hf_llama_packed"])
+def test_packed_documents_on_processes_train_as_on_one_device(pools, tmp_path, model, plan):
+    wanted, captured = {"adamw": single.reference(model, "float64", "adamw")}, single.sendable(model, "float64")
+    arguments = (model, plan, "float64", wanted, captured, str(tmp_path))
+    ranks = pools[PROCESSES[plan]].run(single.parity, *arguments, timeout=LIMIT)
+    assert [fault for rank in ranks for fault in rank] == []
+
+
 # -- transformers
 
 
@@ -177,4 +192,4 @@ def test_a_model_of_transformers_with_a_cache_would_cross_documents_and_is_refus
 def test_a_plain_model_that_ignores_documents_is_refused_with_its_line():
     with pytest.raises(CaptureError, match="attention crosses documents: its mask is not made of them") as caught:
         capture(PackedGPT(crossing=True), (), packed(8, shift_labels=True))
-    assert f"{__file__}:" in str(caught.value)
+    assert "packed_gpt.py:" in str(caught.value)
