@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MistralConfig
-from transformers.models.auto import AutoModelForCausalLM
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
 from shardwright.capture import capture, run
 from shardwright.data import PackedDocuments, Packing, loader
@@ -187,6 +187,21 @@ def test_a_model_of_transformers_with_a_cache_would_cross_documents_and_is_refus
             capture(configured(LlamaConfig, use_cache=True, **options), (), batch)
     with pytest.raises(CaptureError, match="attention crosses documents"):
         capture(configured(LlamaConfig), (), {**batch, "attention_mask": torch.ones_like(batch["labels"])})
+
+
+@pytest.mark.parametrize("kind", ["opt", "falcon", "mamba", "recurrent_gemma"])
+def test_models_that_make_no_mask_of_positions_are_refused(kind):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 16}
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "lru_width": 16}
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, use_cache=False, pad_token_id=0, **sizes, **layers)
+    batch = packed(8, shift_labels=False)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        logits = model(**batch).logits[0]
+        first = batch["document_ids"][0] == 1
+        assert apart(logits[first], model(input_ids=batch["input_ids"][:1, first]).logits[0])  # it does cross
+    with pytest.raises(CaptureError, match="The call passes document_ids, but"):
+        capture(model, (), batch)
 
 
 def test_a_plain_model_that_ignores_documents_is_refused_with_its_line():
