@@ -20,8 +20,12 @@ GROUPS = ("axes", "rows", "classes", "home", "ring")
 """Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
 EVEN_IF_UNSAID = (
-    "comm.", "runtime.all_gather_linears", "runtime.context_attention", "runtime.cross_entropy", "runtime.embedding_rows"
-)  # fmt: skip
+    "comm.",
+    "runtime.all_gather_linears",
+    "runtime.context_attention",
+    "runtime.cross_entropy",
+    "runtime.embedding_rows",
+)
 """Ops whose lines leave out a sharding that is even and contiguous."""
 
 Place = Mapping[str, int]

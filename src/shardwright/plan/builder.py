@@ -20,7 +20,7 @@ from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
 from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
-from ..rules import FAN, ROWS, STRIPED, Analysis, Role, Signature, analyse, is_random
+from ..rules import FAN, ROWS, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
 from ..storage import Storage, parse_storage
 from .plan import Plan, PlanStage
 from .strings import outer_of
@@ -161,9 +161,10 @@ class PlanBuilder:
         )
 
     def _stripe(self, axis: Axis) -> None:
-        """Shard the sequence of causal attention in stripes, where an axis splits it: then all ranks see equally much.
+        """Shard the sequence of causal attention in stripes where an axis splits it, so that ranks see equally much.
 
-        All ops take part, so that no reshard is between them; if the sizes of one don't allow it, none does.
+        All ops take part, so that no reshard is between them; if the sizes of one don't allow it, none does. Where
+        attention is not split on the sequence, contiguous shards do.
         """
         roles = {op.name: self.role_on(op, axis) for op in self.ops}
         triangular = {
@@ -171,21 +172,20 @@ class PlanBuilder:
             for name, role in roles.items()
             if role is not None and self.analysis.signatures[name].is_triangular(role)
         }
-        rules = {name: self.analysis.signatures[name].rule for name in triangular}
-        if not self.striped or not any(rule and triangular[name].label in rule.triangular for name, rule in rules.items()):
-            return
-        names = {name: f"{STRIPED}{role.name.removeprefix(STRIPED)}" for name, role in triangular.items()}
+        signatures = self.analysis.signatures
+        attended = [name for name, role in triangular.items() if role.label in _rule(signatures[name]).triangular]
+        plain = {name: without_stripes(role.name) for name, role in triangular.items()}
+        striped = {name: f"{STRIPED}{role}" for name, role in plain.items()} if attended and self.striped else plain
         try:
-            for name, choice in names.items():
-                self.analysis.signatures[name].layouts({**self.choices[name], axis.name: choice}, self.mesh)
+            for name, choice in striped.items():
+                signatures[name].layouts({**self.choices[name], axis.name: choice}, self.mesh)
         except PlanError:
-            sizes = sorted({str(role.size) for role in triangular.values()})
+            striped = plain
             self.note(
-                f"the sequence of causal attention ({', '.join(sizes)}) does not divide by {axis.name}={axis.size}, so its "
-                "shards are contiguous and the last device has the most to do"
+                f"the sequence of causal attention ({triangular[attended[0]].size}) does not divide by "
+                f"{axis.name}={axis.size}, so its shards are contiguous, and the last device has the most to do"
             )
-            return
-        for name, choice in names.items():
+        for name, choice in striped.items():
             self.choices[name][axis.name] = choice
 
     def _stored(self) -> dict[str, Storage]:
@@ -323,3 +323,8 @@ class PlanBuilder:
             if differentiated and all(summed(name) for name in differentiated):
                 free_ops[op.name] = op
         return free_ops
+
+
+def _rule(signature: Signature) -> Rule:
+    assert signature.rule is not None  # it has roles
+    return signature.rule

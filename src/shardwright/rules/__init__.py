@@ -9,7 +9,7 @@ from .atoms import Atoms
 from .notation import Rule, parse
 from .random_ops import is_random
 from .registry import OpCall, find_rule, has_rule, known_targets, register
-from .role import FAN, ROWS, STRIPED, Choices, Role
+from .role import FAN, ROWS, STRIPED, Choices, Role, without_stripes
 from .signature import Analysis, Find, Signature, analyse
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "known_targets",
     "parse",
     "register",
+    "without_stripes",
 ]

@@ -59,8 +59,8 @@ class Rule:
     """A parsed rule. `sizes` are those of labels that shapes alone don't tell.
 
     `local` names the arguments that hold the size of labels ("num_heads", or "size.2" in a list):
-    a rank gets its own size there. `probed` is a rule that was found by probing. `triangular` are labels of places whose
-    work grows along the dim (causal attention): shards of them balance it if they are striped.
+    a rank gets its own size there. `probed` is a rule that was found by probing. `triangular` are labels of
+    places whose work grows along the dim (causal attention): striped shards balance it.
     """
 
     inputs: tuple[Term, ...]

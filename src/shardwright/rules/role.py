@@ -23,7 +23,12 @@ Picked = tuple[tuple[str, int, str], ...]
 """The axes of a choice: name, size, role."""
 
 Place = Placement | tuple[int, int, bool]
-"""What a role does to a tensor: it shards a dim at an atom, in stripes or not, or the tensor has a state on the axis."""
+"""What a role does to a tensor: it shards a dim at an atom, in stripes or not, or gives it a state on the axis."""
+
+
+def without_stripes(choice: str) -> str:
+    """A choice, whether its shards are striped or contiguous."""
+    return choice.removeprefix(STRIPED)
 
 
 @dataclass(frozen=True, slots=True)

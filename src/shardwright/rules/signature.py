@@ -133,6 +133,13 @@ class Signature:
         """Whether a role splits places whose work grows along the dim."""
         return bool({role.atom, self.beside(role.label)} & self.analysis.triangular)
 
+    def striped(self, role: Role, parts: int) -> Role:
+        """The role in stripes, if it splits such places, and evenly."""
+        atoms = self.analysis.triangular & {role.atom, self.beside(role.label)}
+        if not atoms or any(self.analysis.atoms.size[atom] % parts for atom in atoms):
+            return role
+        return self.role(f"{STRIPED}{role.name.removeprefix(STRIPED)}")
+
     def role_of(self, atom: int) -> Role | None:
         """The first role that takes an atom."""
         return next((role for role in self.roles if role.atom == atom), None)

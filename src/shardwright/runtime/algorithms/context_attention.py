@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from shardwright.errors import LayoutError
+from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Shard
 
 from ..collectives import blocks, comm
@@ -116,6 +117,11 @@ class _Call:
     def index(self) -> int:
         return self.ring.index if self.ring else 0
 
+    @property
+    def largest(self) -> int:
+        """How many keys the rank with the most has: all send as many."""
+        return max(places.count for places in self.keys)
+
 
 class _Block(NamedTuple):
     """Keys and values of one rank, which is `step` ranks away."""
@@ -152,30 +158,26 @@ def _blocks(key: Tensor, value: Tensor, call: _Call) -> Iterator[_Block]:
     if call.ring is None:
         yield _Block(0, key, value, call.keys[0])
         return
-    largest = max(places.count for places in call.keys)
-    packed = torch.cat([_padded(x, largest).flatten() for x in (key, value)])
+    packed = _packed(key, value, call.largest)
     steps = _steps(call)
-    for at, step in enumerate(steps):
-        following = steps[at + 1] if at + 1 < len(steps) else None
-        arriving = comm.shift_async(packed, following, call.ring) if following is not None else None
-        source = (call.index - step) % call.ring.size
-        if step == 0:
-            yield _Block(0, key, value, call.keys[source])
-        else:
-            yield _Block(step, *_unpacked(received, key, value, largest, call.keys[source].count), call.keys[source])
-        received = arriving() if arriving is not None else packed
+    arriving: Callable[[], Tensor] = lambda: packed  # noqa: E731
+    for step, following in zip(steps, (*steps[1:], None), strict=True):
+        received = arriving()
+        if following is not None:
+            arriving = comm.shift_async(packed, following, call.ring)
+        keys = call.keys[(call.index - step) % call.ring.size]
+        block = (key, value) if step == 0 else _unpacked(received, key, value, call.largest, keys.count)
+        yield _Block(step, *block, keys)
 
 
-def _padded(x: Tensor, count: int) -> Tensor:
-    """Shards travel as long as the longest."""
-    if x.shape[-2] == count:
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros(*x.shape[:-2], count - x.shape[-2], x.shape[-1])], -2)
+def _packed(key: Tensor, value: Tensor, largest: int) -> Tensor:
+    """Keys and values, or their gradients, as one message."""
+    return torch.cat([pad(x, (0, 0, 0, largest - x.shape[-2])).flatten() for x in (key, value)])
 
 
 def _unpacked(packed: Tensor, key: Tensor, value: Tensor, largest: int, count: int) -> tuple[Tensor, Tensor]:
     shapes = [(*x.shape[:-2], largest, x.shape[-1]) for x in (key, value)]
-    parts = packed.split([math.prod(shape) for shape in shapes])
+    parts = torch.split(packed, [math.prod(shape) for shape in shapes])
     k, v = (part.view(shape).narrow(-2, 0, count) for part, shape in zip(parts, shapes, strict=True))
     return k, v
 
@@ -205,12 +207,16 @@ class _ContextAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: what is made here would have no gradient
+            raise InputError(
+                "gradients of gradients don't go through attention that is split on the sequence; use a plan without cp, "
+                "or compute the penalty without create_graph=True"
+            )
         query, key, value, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        returning: list[tuple[Callable[[], Tensor], int]] = []
+        returning: list[Callable[[], Tensor]] = []
         for block in _blocks(key, value, call):
             visible = _seen(call, block.keys)
             dq, dk, dv = attend_backward(
@@ -222,11 +228,9 @@ class _ContextAttention(torch.autograd.Function):
                 totals[2] += dv
                 continue
             assert call.ring is not None
-            largest = max(places.count for places in call.keys)
-            packed = torch.cat([_padded(x, largest).flatten() for x in (dk, dv)])
-            returning.append((comm.shift_async(packed, -block.step, call.ring), largest))
-        for arrived, largest in returning:
-            parts = _unpacked(arrived(), key, value, largest, key.shape[-2])
+            returning.append(comm.shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
+        for arrived in returning:
+            parts = _unpacked(arrived(), key, value, call.largest, key.shape[-2])
             for total, part in zip(totals[1:], parts, strict=True):
                 total += part
         return *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)), None

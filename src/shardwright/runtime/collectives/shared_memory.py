@@ -219,7 +219,8 @@ class PostedCall:
         self._shared = shared and self._width * bytes_each >= SHARED
         self.stepped = self._shared or self.chunks > DEPTH
         kinds = (None, "sum", "max", "min")
-        self.what = self._length * bytes_each << 8 | (source is not None) << 3 | kinds.index(op) << 1 | (self._count > 1)
+        kind = (source is not None) << 3 | kinds.index(op) << 1 | (self._count > 1)
+        self.what = self._length * bytes_each << 8 | kind
         self.at = 0
         self._sent, self._summed, self._seen = 0, 0, 0
 
