@@ -176,8 +176,8 @@ def _finish(
     if promoted:
         promote_floats(builder)
     join_repeats(builder)
+    check_documents(leaves)  # while attention has its masks
     masks = structure_masks(leaves)
-    check_documents(leaves)
     updates = {key: builder.now(value) for key, value in updates.items()}
     written = {start: builder.now(value) for start, value in written.items()}
     ends = [None if value is None else builder.now(value) for value in ends]
