@@ -159,6 +159,10 @@ def test_llama3_demo_on_packed_documents(pools, tmp_path):
         losses = pools[2].run(demo, [*small, *options], timeout=200)[0]
         assert losses["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert losses["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
+    stopped = [*small, "--steps", "2", "--plan", "dp=2", "--out", str(tmp_path / "stopped")]
+    pools[2].run(demo, stopped, timeout=200)
+    resumed = demo(0, [*small, "--plan", "single", "--resume", "last", "--out", str(tmp_path / "stopped")])
+    assert resumed["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 def test_llama3_demo_from_a_folder(tmp_path):
@@ -187,10 +191,10 @@ def test_llama3_at_128k_has_a_plan_that_fits(capsys):
     assert "predicted memory" in printed
 
 
-@pytest.mark.parametrize("plan", ["auto", "cp=2", "ulysses=2"])
-def test_llama3_at_a_long_sequence(pools, tmp_path, plan):
+@pytest.mark.parametrize(("plan", "ranks"), [("auto", 2), ("cp=2", 2), ("ulysses=2", 2), ("cp=2,tp=2", 4)])
+def test_llama3_at_a_long_sequence(pools, tmp_path, plan, ranks):
     small = ["--seq", "512", "--steps", "3", "--layers", "1", "--code", str(tmp_path)]
     alone = run_example(0, "llama3_128k", [*small, "--plan", "single"])
     assert alone[-1] < alone[0]
-    for losses in pools[2].run(run_example, "llama3_128k", [*small, "--plan", plan], timeout=200):
+    for losses in pools[ranks].run(run_example, "llama3_128k", [*small, "--plan", plan], timeout=200):
         assert losses == pytest.approx(alone, rel=1e-5)
