@@ -16,7 +16,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
+from ..ir import MaskStructure
 from ..ops import Kernel, spec_of
+from ..ops.attention import STRUCTURED
 from ..ops.contexts import LocalCall, LocalTensor
 from ..ops.user_calls import OPAQUE
 
@@ -123,15 +125,25 @@ def _smallest_side(call: LocalCall) -> float:
 
 
 def _attention(call: LocalCall, device: Device) -> OpTime:
-    """Fused. A causal one skips the blocks above the diagonal."""
+    """Fused. A causal one skips the blocks above the diagonal, one with a window those before it too."""
     flops, extra = call.flops, 1.0
+    length = max(1.0, flops / (4.0 * max(1.0, call.inputs[0].elements)))  # of the keys
     if call.op.argument("is_causal"):
-        length = max(1.0, flops / (4.0 * max(1.0, call.inputs[0].elements)))  # of the keys
         flops *= min(1.0, 0.5 + 0.5 * BLOCK / length)
-    if call.op.tensor("attn_mask") is not None:
+    if call.op.target == STRUCTURED:
+        flops *= _seen(call, round(length))
+    if call.op.tensor("attn_mask") is not None or call.op.target == STRUCTURED:
         extra = MASKED
     forward = extra * _product_time(call, device, "attention", flops)
     return OpTime(forward, ATTENTION_BACKWARD * forward if call.gradient else 0.0)
+
+
+def _seen(call: LocalCall, length: int) -> float:
+    """The share of pairs in reach, as if there were as many queries as keys, with half a block at each edge."""
+    limits = {name: call.op.argument(name) for name in ("before", "after")}
+    reach = MaskStructure(**limits, prefix=call.op.argument("prefix", 0))
+    edges = sum(limit is not None for limit in limits.values())
+    return min(1.0, reach.pairs(length, length) / length**2 + 0.5 * edges * BLOCK / length)
 
 
 # -- what goes over memory

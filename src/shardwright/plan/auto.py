@@ -54,6 +54,7 @@ ROUGH = 0.05
 REFILLS, WORTH = 2, 0.02
 """How often a mesh is solved again with less in reserve, and the fraction of the memory that has to be at stake."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class MeshResult:
     """One mesh that the search tried."""

@@ -175,9 +175,8 @@ class ChoiceDemand(NamedTuple):
     every: bool = True
 
     def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
-        axes = names if self.axis is None else (self.axis,)
-        met = [without_stripes(choice.get(axis, "")) in self.picks for axis in axes]
-        return all(met) if self.every else any(met)
+        picked = (choice.get(axis, "") for axis in (names if self.axis is None else (self.axis,)))
+        return (all if self.every else any)(without_stripes(pick) in self.picks for pick in picked)
 
 
 Constraint = (

@@ -161,11 +161,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
-    if (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value).__module__.startswith(SETTINGS)
-    ):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith(SETTINGS):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple) and len(value) > LONG:
         return f"{len(value)} of {type(value[0]).__name__}"

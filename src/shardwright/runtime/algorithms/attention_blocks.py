@@ -77,7 +77,8 @@ def attend(
     pieces = list(block.pieces(chunked=not kernel.fused))
     if len(pieces) == 1 and len(pieces[0].rows) == queries.count:  # nothing to join, nothing to copy
         return _attend_piece(kernel, q, k, v, block, pieces[0])
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=kernel.precision)
+    batch, heads, count, _ = q.shape
+    out = q.new_zeros((batch, count, heads, v.shape[-1]), dtype=kernel.precision).transpose(1, 2)  # as kernels write it
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=kernel.precision)
     done = 0
     for piece in pieces:
@@ -269,9 +270,9 @@ class _Block:
 def _document_ranges(chunks: Sequence[range], visible: Visibility) -> list[range] | None:
     """Where the documents of each chunk are among the keys; None if ids don't grow, and could be anywhere."""
     queries, keys = visible.query_documents, visible.key_documents
-    if queries is None or keys is None or len(chunks) < 2:
+    if queries is None or keys is None or len(chunks) < 2 or keys.is_meta:
         return None
-    keys = keys.contiguous()
+    queries, keys = queries.long(), keys.long().contiguous()
     parts = [queries[:, chunk.start : chunk.stop] for chunk in chunks]
     lowest, highest = (torch.stack([f(part, 1) for part in parts], 1).contiguous() for f in (torch.amin, torch.amax))
     starts = torch.searchsorted(keys, lowest).amin(0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 256
+CHUNK = 128
 """Queries that share one small mask."""
 
 
