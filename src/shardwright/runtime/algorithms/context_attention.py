@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -262,7 +263,14 @@ class _Attention(torch.autograd.Function):
         limits = ctx.call.visible
         call = replace(ctx.call, visible=Visibility(limits.before, limits.after, limits.prefix, *data))
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        returning: list[Callable[[], Tensor]] = []
+        returning: deque[Callable[[], Tensor]] = deque()
+
+        def add_returned(at_most: int) -> None:
+            while len(returning) > at_most:
+                parts = _unpacked(returning.popleft()(), key, value, call.largest, key.shape[-2])
+                for total, part in zip(totals[1:], parts, strict=True):
+                    total += part
+
         for block in _blocks(key, value, call):
             visible = _seen(call, block.keys)
             dq, dk, dv = attend_backward(
@@ -275,10 +283,8 @@ class _Attention(torch.autograd.Function):
                 continue
             assert call.ring is not None
             returning.append(shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
-        for arrived in returning:
-            parts = _unpacked(arrived(), key, value, call.largest, key.shape[-2])
-            for total, part in zip(totals[1:], parts, strict=True):
-                total += part
+            add_returned(1)  # one is on its way while the next block is computed
+        add_returned(0)
         gradients = (total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True))
         return *gradients, *(None,) * 5
 
