@@ -241,15 +241,17 @@ def saved_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] 
     return SavedForBackward((True, True, True, *rest), (True,), extra)
 
 
-def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """The scores, where the fused kernel can't be used."""
+def scores_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """The scores, where the fused kernel can't be used; else a copy of the gradient, and the tiles of one thread."""
     shape = signature.analysis.graph.values[call.op.inputs[0]].shape
     keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
     query = call.inputs[0]
     scores = query.bytes / max(shape[-1], 1) * keys
     if call.op.argument("dropout_p", 0.0) or (len(call.inputs) > 3 and call.inputs[3].gradient):
-        return 2 * scores, 2 * scores
-    return 0.0, 0.0
+        return scores, scores + (call.outputs[0].bytes if call.op.argument("enable_gqa", False) else 0.0)
+    queries = 256 if shape[-2] >= 768 else 64 if shape[-2] >= 192 else 32
+    tile = 4.0 * queries * min(keys, 512)
+    return tile + 4.0 * queries * (shape[-1] + 2), call.outputs[0].bytes + 2 * tile
 
 
 def saved_structured_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> SavedForBackward:

@@ -137,10 +137,6 @@ class Signature:
             return role
         return self.role(f"{STRIPED}{role.name.removeprefix(STRIPED)}")
 
-    def role_of(self, atom: int) -> Role | None:
-        """The first role that takes an atom."""
-        return next((role for role in self.roles if role.atom == atom), None)
-
     def linear_groups(self) -> tuple[int, ...]:
         return tuple(sorted({bound.linear for bound in self.inputs if bound.linear is not None}))
 
