@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..ir import Op
-from ..layout import Mesh
+from ..layout import Mesh, join_shards
 from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall, letters
 from ..rules.signature import Signature
@@ -88,8 +88,10 @@ def local_attention(program: ProgramOnRank, op: Op) -> Op:
         return op
     arguments = [(name, value) for name, value in op.arguments if name in PLACED and value is not None]
     if keys:
-        axes, shard = one_cut(program, op, "keys", keys)
-        arguments += [("ring", axes), ("sharding", shard)]
+        joined = join_shards(keys, program.mesh.sizes) if len(keys) > 1 else keys[0]
+        if joined is None and not all(shard.even(program.mesh.sizes[shard.axis]) for shard in keys):
+            one_cut(program, op, "keys", keys)  # refuses them
+        arguments += [("ring", tuple(shard.axis for shard in keys)), ("sharding", joined or keys)]
     if [shard for _, shard in queries] != list(keys):
         arguments.append(("splits", queries))
     return replace(op, target="runtime.context_attention", arguments=tuple(arguments))
@@ -172,7 +174,8 @@ def print_context_attention(p: Printing) -> str:
     shown = f"{p['query']}, {p['key']}, {p['value']}{p.options('attn_mask')}{causal}{_structure(p)}{p.options('scale')}"
     if p.has("ring"):
         axes = p.literal("ring")
-        even = plain(p.literal("sharding"), p.many(axes))
+        sharding = p.literal("sharding")
+        even = not isinstance(sharding, tuple) and plain(sharding, p.many(axes))
         shown += f", ring={axes_text(axes)}" + ("" if even else f", sharding={p['sharding']}")
     return f"runtime.context_attention({shown}{print_splits(p) if p.has('splits') else ''})"
 
@@ -201,9 +204,9 @@ def send_keys(
         return []
     ranks = math.prod(mesh.axis(name).size for name in axes["ring"])
     block = call.inputs[1].bytes + call.inputs[2].bytes
-    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward")] * (ranks - 1)
+    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward", overlapped=True)] * (ranks - 1)
     if call.gradient:
-        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward")] * (ranks - 1)
+        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward", overlapped=True)] * (ranks - 1)
     return shifts
 
 

@@ -336,9 +336,9 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
         for sent in algorithm_collectives(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
             time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
-                yield sent.when, sent.collective, sent.axes, time, False
+                yield sent.when, sent.collective, sent.axes, time, sent.overlapped
             if sent.when == "forward" and again:
-                yield "backward", sent.collective, sent.axes, time, False
+                yield "backward", sent.collective, sent.axes, time, sent.overlapped
 
 
 def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:

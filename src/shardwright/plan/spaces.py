@@ -155,9 +155,10 @@ class ChoiceSpaces:
             return space
         used = space.used.copy()
         for state, sent in enumerate(sends):
-            for kind, bytes, axes, when in sent:
-                at = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
-                used[state, at] += self.moves.waited(kind, bytes, axes)
+            for message in sent:
+                how = "BESIDE" if message.overlapped else "SEND"
+                at = Resource[f"{how}_{message.when.upper()}"]
+                used[state, at] += self.moves.waited(*message[:3])
         return replace(space, used=used)
 
     def _measure(self, op: Op) -> Measured:
