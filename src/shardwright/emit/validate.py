@@ -309,6 +309,8 @@ class _TextReader:
         """A line of one op, or of several: `x.view(b, S, D).transpose(1, 2)` is a view, and then its transpose."""
         shown = value.func if isinstance(value, ast.Call) else value
         inner = shown.value if isinstance(shown, ast.Attribute | ast.Subscript) else None
+        if isinstance(inner, ast.Call) and dotted(inner.func).startswith("runtime."):
+            inner = None  # one of its results, no view of them
         if isinstance(inner, ast.Call | ast.Subscript) and scope.value(inner) is None:
             (scope.chained[id(inner)],) = self.chain(node, inner, scope).outputs
         op = self.op(node, value, scope)

@@ -34,6 +34,7 @@ from ..formats import StrictLoader, integer, read_yaml, show
 from ..ir import Op
 from ..ir.paths import prefixes
 from ..layout import MOST_DEVICES
+from ..rules import without_stripes
 from ..schedule import schedule_kind
 
 
@@ -173,8 +174,8 @@ class ChoiceDemand(NamedTuple):
     every: bool = True
 
     def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
-        met = [choice.get(axis, "") in self.picks for axis in (names if self.axis is None else (self.axis,))]
-        return all(met) if self.every else any(met)
+        picked = (choice.get(axis, "") for axis in (names if self.axis is None else (self.axis,)))
+        return (all if self.every else any)(without_stripes(pick) in self.picks for pick in picked)
 
 
 Constraint = (

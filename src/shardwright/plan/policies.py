@@ -15,15 +15,16 @@ from ..cost import flops, is_matmul
 from ..cost.reshard_prices import prices_of
 from ..cost.reshard_search import cheapest_tree
 from ..errors import PlanError
-from ..ir import Graph
+from ..ir import Graph, Op
 from ..ir.graph import ITEM_SIZE
 from ..layout import Axis, Layout, chunk_bounds, replicated
-from ..rules import Analysis, analyse
+from ..ops import Kernel, spec_of
+from ..rules import Analysis, Role, analyse
 from ..rules.replica_axes import replicas
 from ..storage import SHARDED_KINDS, Storage
 from .builder import PlanBuilder
 from .plan import Plan
-from .strings import PolicyRequest, outer_of
+from .strings import CONTEXT, PolicyRequest, outer_of
 from .subaxes import refine, split_inner_axis
 
 Policy = Callable[[PlanBuilder, Axis], None]
@@ -95,13 +96,76 @@ def sp(builder: PlanBuilder, axis: Axis) -> None:
             builder.split(op, axis, role)
 
 
+def context(attention: str) -> Policy:
+    """A policy that splits the sequence through the whole model, and attention by a label, or on heads.
+
+    Where attention can't be split so (dropout does not go around a ring, heads may be too few), queries are split.
+    """
+
+    def policy(builder: PlanBuilder, axis: Axis) -> None:
+        sequence = sequence_atoms(builder, axis) | _attended(builder, axis)
+        if not sequence:
+            raise PlanError(
+                f"{axis.name}={axis.size} splits the sequence of activations [batch, sequence, features], and "
+                f"{builder.graph.name} has none with {axis.size} places or more; use dp or tp"
+            )
+        for op in builder.ops:
+            role = _attention_role(builder, op, axis, attention, sequence)
+            if role is None:
+                role = builder.role_among(op, axis, sequence)
+                _note_other_split(builder, op, axis, attention)
+            if role is not None and role.fills(axis.size):
+                builder.split(op, axis, role)
+
+    return policy
+
+
+def _is_attention(op: Op) -> bool:
+    return spec_of(op.target).kernel is Kernel.ATTENTION
+
+
+def _note_other_split(builder: PlanBuilder, op: Op, axis: Axis, attention: str) -> None:
+    wanted = {"t": "a ring", "s": "gathered keys", "heads": "heads"}[attention]
+    if _is_attention(op):
+        builder.note(f"{axis.name}={axis.size}: attention can't be split by {wanted} and is split on its queries: {op}")
+
+
+def _attended(builder: PlanBuilder, axis: Axis) -> set[int]:
+    """The atoms of the queries and keys of fused attention."""
+    ops = [op for op in builder.ops if _is_attention(op)]
+    roles = [role for op in ops for role in builder.roles(op) if role.label in ("s", "t") and role.fills(axis.size)]
+    return {role.atom for role in roles} - builder.analysis.batch
+
+
+def _attention_role(builder: PlanBuilder, op: Op, axis: Axis, attention: str, sequence: set[int]) -> Role | None:
+    """How an op that looks from place to place is split: fused attention by its label, any other only on heads."""
+    if attention != "heads":
+        roles = builder.roles(op) if _is_attention(op) else ()
+        return next((role for role in roles if role.label == attention and role.fills(axis.size)), None)
+    if not _is_attention(op) and not _mixes(builder, op, sequence):
+        return None
+    heads = [role for role in builder.roles(op) if role.atom in builder.analysis.owned - sequence]
+    left = {role.atom: builder.left_of(op, axis, role.atom) for role in heads}
+    return next((role for role in heads if left[role.atom] and left[role.atom] % axis.size == 0), None)
+
+
+def _mixes(builder: PlanBuilder, op: Op, sequence: set[int]) -> bool:
+    """Whether a tensor of an op has two dims of places: scores [queries, keys]."""
+    analysis, signature = builder.analysis, builder.signature(op)
+    for bound in (*signature.inputs, *signature.outputs):
+        places = [dim for dim in analysis.dims[bound.value] if sequence.intersection(analysis.atoms.splittable(dim))]
+        if len(places) > 1:
+            return True
+    return False
+
+
 def ep(builder: PlanBuilder, axis: Axis) -> None:
     """Expert parallel: data parallel, but layers of experts are split on their experts, and tokens travel."""
     dp(builder, axis)
     has_experts = False
     for op in builder.ops:
         for role in builder.roles(op):
-            if builder.signature(op).beside(role.label) is not None:
+            if builder.signature(op).is_split_by("experts", role):
                 builder.split(op, axis, role)
                 has_experts = True
     if not has_experts:
@@ -120,7 +184,9 @@ def stored_as(kind: type[Storage]) -> Policy:
 
 
 POLICIES: dict[str, Policy] = {
-    "dp": dp, "tp": tp, "sp": sp, "ep": ep, **{kind.name: stored_as(kind) for kind in SHARDED_KINDS}
+    "dp": dp, "tp": tp, "sp": sp, "ep": ep,
+    "cp": context("t"), "cp_all_gather": context("s"), "ulysses": context("heads"),
+    **{kind.name: stored_as(kind) for kind in SHARDED_KINDS}
 }  # fmt: skip
 
 
@@ -143,7 +209,8 @@ def build_plan(
 
 def apply(builder: PlanBuilder, request: PolicyRequest, size: int = 0) -> None:
     """Apply a request to a plan builder, for the whole model or a stage of `size` devices."""
-    for name, axis in request.parts_of(size):
+    parts = sorted(request.parts_of(size), key=lambda part: part[0] in CONTEXT)  # Ulysses takes heads that tp leaves
+    for name, axis in parts:
         outer = outer_of(axis.name, builder.mesh)
         if outer is None:
             POLICIES[name](builder, axis)
@@ -185,7 +252,7 @@ def rank_atoms(builder: PlanBuilder, axis: Axis) -> list[int]:
         size = analysis.atoms.size[atom]
         if chunk_bounds(size, axis.size, axis.size - 1)[1] == 0 or atom in analysis.batch:
             continue  # the last device would have nothing, which not every kernel can do
-        if any(builder.signature(op).beside(role.label) is not None for op, role in analysis.by_atom[atom]):
+        if any(builder.signature(op).is_split_by("experts", role) for op, role in analysis.by_atom[atom]):
             continue  # experts are split together with the batch, which is for ep to say
         uneven = 0.5 if size % axis.size else 1.0
         gain = uneven * _work(builder, atom) / (bytes_moved(builder, axis, atom) + 1.0)

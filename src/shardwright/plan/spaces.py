@@ -30,7 +30,7 @@ from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
 from ..ops.contexts import AlgorithmCollective
-from ..rules import FAN, ROWS, Role, Signature
+from ..rules import FAN, ROWS, Role, Signature, without_stripes
 from .constraints import ChoiceDemand
 from .op_kinds import OpKinds
 
@@ -67,6 +67,14 @@ Measured = tuple[ChoiceSpace, tuple[tuple[AlgorithmCollective, ...], ...]]
 """A space without what ops send by themselves, and that, in each state."""
 
 
+@dataclass(frozen=True, slots=True)
+class FixedChoices:
+    """The choice of every op, if it is known. Those in `free` may do all they can beside it, without pruning."""
+
+    choices: Mapping[str, Mapping[str, str]] | None = None
+    free: Collection[str] = ()
+
+
 class ChoiceSpaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
 
@@ -76,16 +84,13 @@ class ChoiceSpaces:
         moves: ReshardTables,
         *,
         data: Iterable[str] = (),
-        fixed: Mapping[str, Mapping[str, str]] | None = None,
+        fixed: FixedChoices = FixedChoices(),
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
-        free: Collection[str] = (),
         demands: Mapping[str, Sequence[ChoiceDemand]] | None = None,
         twins: Iterable[Iterable[int]] = (),
         like: ChoiceSpaces | None = None,
     ) -> None:
-        """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
-
-        `free`: ops that may do all they can, without pruning, beside what is fixed.
+        """`data`: axes that split the batch and nothing else. `fixed`: what is known of the choices.
 
         `allowed`: for some ops on some axes the choices that are tried, if there are such ("" is not split).
         `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
@@ -94,8 +99,8 @@ class ChoiceSpaces:
         """
         self.kinds, self.analysis, self.moves, self.mesh = kinds, kinds.analysis, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
-        self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
-        self.free = frozenset(free)
+        self.data, self.allowed = frozenset(data), allowed or {}
+        self.fixed, self.free = fixed.choices, frozenset(fixed.free)
         self.demands = demands or {}
         self.twins = {kind: group for group in map(tuple, twins) for kind in group}
         self._known: dict[int, ChoiceSpace] = {}
@@ -150,9 +155,10 @@ class ChoiceSpaces:
             return space
         used = space.used.copy()
         for state, sent in enumerate(sends):
-            for kind, bytes, axes, when in sent:
-                at = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
-                used[state, at] += self.moves.waited(kind, bytes, axes)
+            for message in sent:
+                how = "BESIDE" if message.overlapped else "SEND"
+                at = Resource[f"{how}_{message.when.upper()}"]
+                used[state, at] += self.moves.waited(*message[:3])
         return replace(space, used=used)
 
     def _measure(self, op: Op) -> Measured:
@@ -198,12 +204,11 @@ class ChoiceSpaces:
             if op.name not in self.free:
                 return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
-        roles = {role.name: role for role in signature.roles}
         demands = self.demands.get(op.name, ())
         for picked in product(*lists):
             choice = {axis.name: pick for axis, pick in zip(self.mesh.axes, picked, strict=True) if pick}
             met = all(demand.is_met(choice, self.mesh.names) for demand in demands)
-            if met and self._shared_evenly([roles.get(pick) for pick in picked]):
+            if met and self._shared_evenly([signature.picked(pick) for pick in picked]):
                 yield choice
 
     def _shared_evenly(self, roles: list[Role | None]) -> bool:
@@ -220,7 +225,8 @@ class ChoiceSpaces:
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
         """What an op may do on one axis; "" is not split."""
         batch, even = self.analysis.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
-        roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
+        split = [role for role in even if role.atom not in batch or role.size % axis.size == 0]
+        roles = [signature.striped(role, axis.size).name for role in split]
         data = axis.name in self.data and op.name not in self.free
         if data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
@@ -231,8 +237,9 @@ class ChoiceSpaces:
         if op.name in self.kinds.lean:
             picks.append(FAN)
         picks += [f"{ROWS}{group}" for group in self._rows(op, signature)]
-        allowed = self.allowed.get(op.name, {}).get(axis.name)
-        return (picks if allowed is None else [pick for pick in picks if pick in allowed]) or picks
+        known = self.allowed.get(op.name, {}).get(axis.name)
+        allowed = picks if known is None else [*map(without_stripes, known)]
+        return [pick for pick in picks if pick in allowed or without_stripes(pick) in allowed] or picks
 
     def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
         """Groups of linear inputs through which a pending sum may pass and gets smaller, or is a number anyway."""

@@ -8,8 +8,10 @@
 `grouped_heads.py`  keys and values that are repeated for the heads of a group
 `structure.py`      from a condition on (query, key) to a `MaskStructure`
 `rewrite.py`        attention ops of a graph, written without what is known
+`documents.py`      packed documents, which attention must not cross
 """
 
+from .documents import check_documents
 from .rewrite import dense_mask_notes, structure_masks
 
-__all__ = ["dense_mask_notes", "structure_masks"]
+__all__ = ["check_documents", "dense_mask_notes", "structure_masks"]

@@ -247,7 +247,7 @@ class Program:
         """A batch norm in training, over the samples of all ranks of a group; the module's buffers are updated."""
         self.update(f"{module}.num_batches_tracked", module.num_batches_tracked + 1)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, True, momentum, eps, over)
+        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, momentum, eps, over)
         assert mean is not None and var is not None  # they are there to be tracked
         self.update(f"{module}.running_mean", mean)
         self.update(f"{module}.running_var", var)
