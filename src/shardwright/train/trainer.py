@@ -293,6 +293,7 @@ class Trainer:
         finally:
             self.fire("on_finish")
             self._finish_logs()
+            self.run.give_free()
 
     def _compile(self) -> None:
         """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
@@ -329,6 +330,8 @@ class Trainer:
         def find() -> Path | None:
             if not meeting.first:
                 return None
+            if write:
+                self.run.own()
             if self.resume is not None:
                 return self.run.find(self.resume, kept.metric, kept.mode)
             if write:
