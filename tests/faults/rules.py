@@ -57,7 +57,7 @@ RULES = (
     Fault(
         "causal attention may split its queries",
         "ops/attention.py",
-        's = "s^" if causal else "s"',
+        's = "s^" if by_place else "s"',
         's = "s"',
         "rules/test_families.py::test_every_split_of_the_family_recombines_to_the_unsplit_result[attention]",
     ),

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .attention_blocks import Places, Visibility, attend, attend_backward
+from shardwright.errors import InputError
+
+from .attention_blocks import Places, Visibility, attend, attend_backward, dense_mask
 
 
 def attention(
@@ -44,6 +46,9 @@ def attention(
 
 
 def _apply(query: Tensor, key: Tensor, value: Tensor, visible: Visibility, scale: float | None) -> Tensor:
+    if not torch._C._get_flash_sdp_enabled():  # of all devices: `sdpa_kernel(SDPBackend.MATH)`
+        mask = dense_mask(*_everywhere(query, key), visible, query.device)
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     data = (visible.query_documents, visible.key_documents, visible.padding)
     result: Tensor = _Attention.apply(query, key, value, *data, visible, scale)  # type: ignore[no-untyped-call]
     return result
@@ -63,12 +68,29 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *data = ctx.saved_tensors
         visible = Visibility(*ctx.limits, *data)
-        gradients = attend_backward(grad, q, k, v, out, lse, *_everywhere(q, k), visible, ctx.scale)
+        gradients = _Gradients.apply(grad, q, k, v, out.detach(), lse, visible, ctx.scale)  # type: ignore[no-untyped-call]
         return (*gradients, *(None,) * 5)
+
+
+class _Gradients(torch.autograd.Function):
+    """What backward computes, which has no gradient itself: torch's fused kernels have none either."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Visibility,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return attend_backward(grad, q, k, v, out, lse, *_everywhere(q, k), visible, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        raise InputError(
+            "fused attention has no second derivative; run the step under "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        )
 
 
 def _everywhere(q: Tensor, k: Tensor) -> tuple[Places, Places]:

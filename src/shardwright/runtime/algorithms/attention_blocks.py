@@ -131,6 +131,14 @@ def attend_backward(
     return dq, dk, dv
 
 
+def dense_mask(queries: Places, keys: Places, visible: Visibility, device: torch.device) -> Tensor:
+    """The mask of all pairs, [B or 1, 1, Sq, Sk], for kernels that know nothing else."""
+    everything = _Piece(range(queries.count), range(keys.count), masked=True)
+    mask = _Block(queries, keys, visible).mask(everything, device)
+    assert mask is not None
+    return mask.expand(-1, -1, queries.count, -1)
+
+
 def _attend_piece(
     kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, piece: _Piece
 ) -> tuple[Tensor, Tensor]:
@@ -246,7 +254,8 @@ class _Block:
         visible = self.visible
         rows, columns = piece.slices
         seen = torch.ones((1, 1, 1, len(piece.keys)), dtype=torch.bool, device=device)
-        if not self._alike(piece.rows):
+        reach = self._reach(piece.rows[0])
+        if not self._alike(piece.rows) or piece.keys.start < reach.start or piece.keys.stop > reach.stop:
             query, key = self.queries.of(piece.rows, device)[:, None], self.keys.of(piece.keys, device)
             if visible.before is not None:
                 seen = seen & (key >= query - visible.before)
