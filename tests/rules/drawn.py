@@ -17,8 +17,8 @@ from transformers.integrations import moe
 
 from shardwright.capture.interpret import run_op
 from shardwright.ir import Op
-from shardwright.ops.attention import STRUCTURED
 from shardwright.ops.pointwise import linear_unary, plain
+from shardwright.ops.structured_attention import STRUCTURED
 from shardwright.probe.discover import one_op as graph_of_one
 from shardwright.rules import Analysis, OpCall, analyse, known_targets, registry
 from tests.probe.calls import placed, value

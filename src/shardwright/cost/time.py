@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ..cluster import Device, Kind
 from ..ir import MaskStructure
 from ..ops import Kernel, spec_of
-from ..ops.attention import STRUCTURED
 from ..ops.contexts import LocalCall, LocalTensor
+from ..ops.structured_attention import STRUCTURED
 from ..ops.user_calls import OPAQUE
 
 

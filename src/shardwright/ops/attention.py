@@ -1,34 +1,35 @@
-"""Scaled dot product attention: batch and heads may be split, and queries where nothing depends on their place.
+"""Scaled dot product attention: batch and heads may be split, and the sequence (context parallelism).
 
-`STRUCTURED` is attention that has a few numbers, and values for documents and padding, in place of a mask
-(`ir.MaskStructure`, `runtime/algorithms/attention.py`).
+g, r    heads: groups, and the queries' heads in a group
+s       queries; every rank has all keys and values, gathered before
+t       keys, and the queries with them: keys and values travel from rank to rank (ring attention)
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..ir import Op
+from ..layout import Mesh
 from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall, letters
 from ..rules.signature import Signature
-from .contexts import LocalCall, ProgramOnRank, RankRun, RuntimeArguments, SavedForBackward
-from .localizing import splits
-from .printing import Printing
+from .contexts import AlgorithmCollective, LocalCall, ProgramOnRank, RankRun, RuntimeArguments, SavedForBackward
+from .localizing import one_cut, splits
+from .printing import Printing, axes_text, plain
 from .random import groups_of_splits, print_splits
 from .reading import Arguments, read_form
 from .spec import Kernel, define
 
-STRUCTURED = "shardwright.attention.default"
-"""Attention with a structure in place of a mask."""
-
 
 def attention(call: OpCall) -> Rule | None:
-    """Batch and heads. Queries may be split too if nothing depends on their place.
+    """Batch and heads, queries, or keys together with queries.
 
-    With grouped heads the queries' heads are (g r) and those of keys and values g.
+    With grouped heads the queries' heads are (g r) and those of keys and values g. Where a query's place matters
+    (causal), an algorithm knows the places of a shard. A mask has all keys of its queries, wherever those are.
     """
     q, k, v = (value.shape for value in call.inputs[:3])
     if len(q) < 3 or not q[:-3] == k[:-3] == v[:-3] or not len(q) == len(k) == len(v):
@@ -37,42 +38,44 @@ def attention(call: OpCall) -> Rule | None:
     query_heads, key_heads = q[-3], k[-3]
     grouped = query_heads != key_heads
     heads = "(g r)" if grouped else "g"
-    by_place = call.op.argument("is_causal", False) or not _reaches_everywhere(call.op)
-    s = "s^" if by_place else "s"
-    row = " ".join(lead)
-    terms = [f"{row} {heads} {s} e^", f"{row} g t^ e^", f"{row} g t^ d^"]
+    causal = bool(call.op.argument("is_causal", False))
+    s = "s=queries" if causal else "s"
     mask = call.tensor("attn_mask")
+    whole = call.op.argument("dropout_p", 0.0) or (mask is not None and mask.gradient) or not call.inputs[0].floating
+    t = "t^" if whole or len(q) != 4 else "t=ring@s"
+    row = " ".join(lead)
+    terms = [f"{row} {heads} {s} e^", f"{row} g {t} e^", f"{row} g {t} d^"]
     if mask is not None:
         terms.append(_mask_term(mask.shape, call.outputs[0].shape, lead, heads, s))
-    for name, places in (("query_documents", s), ("key_documents", "t^"), ("padding", "t^")):
-        data = call.tensor(name)
-        if data is not None:
-            terms.append(f"{row if data.shape[0] == q[0] else '1'} {places}")
-    rule = parse(f"{', '.join(terms)} -> {row} {heads} {s} d^")
+    rule = parse(f"{', '.join(terms)} -> {row} {heads} {s} d^").with_triangular("st" if causal else ())
     return rule.with_sizes({"g": key_heads, "r": query_heads // key_heads} if grouped else {})
-
-
-def _reaches_everywhere(op: Op) -> bool:
-    """Whether no position of a query or a key decides what is seen."""
-    return op.argument("before") is None and op.argument("after") is None
 
 
 def _mask_term(shape: tuple[int, ...], out: tuple[int, ...], lead: list[str], heads: str, s: str) -> str:
     """A mask broadcasts to [..., heads, queries, keys]."""
-    full = [*lead, heads, s, "t^"]
-    sizes = [*out[:-1], None]
+    full = [*lead, heads, s, str(shape[-1])]
+    sizes = [*out[:-1], shape[-1]]
     shown, own = full[len(full) - len(shape) :], sizes[len(full) - len(shape) :]
-    return " ".join(
-        name if want is None or size == want else "1" for name, size, want in zip(shown, shape, own, strict=True)
-    )
+    return " ".join(name if size == want else "1" for name, size, want in zip(shown, shape, own, strict=True))
 
 
 def local_attention(program: ProgramOnRank, op: Op) -> Op:
-    """With dropout the masks are drawn by position."""
-    if not op.argument("dropout_p", 0.0):
-        return op
+    """With dropout the masks are drawn by position; shards of a sequence know their places in it."""
     where = splits(program.layouts[op.outputs[0]])
-    return replace(op, target="runtime.attention").with_arguments(op_key=op.name, splits=where)
+    if op.argument("dropout_p", 0.0):
+        return replace(op, target="runtime.attention").with_arguments(op_key=op.name, splits=where)
+    keys = program.layouts[op.inputs[1]].shards[-2]
+    queries = tuple((dim, shard) for dim, shard in where if dim == len(program.layouts[op.outputs[0]].shards) - 2)
+    if not keys and not (queries and op.argument("is_causal", False)):
+        return op
+    names = ("query", "key", "value", "attn_mask", "is_causal", "scale")
+    arguments = [(name, value) for name, value in op.arguments if name in names and value is not None]
+    if keys:
+        axes, shard = one_cut(program, op, "keys", keys)
+        arguments += [("ring", axes), ("sharding", shard)]
+    if [shard for _, shard in queries] != list(keys):
+        arguments.append(("splits", queries))
+    return replace(op, target="runtime.context_attention", arguments=tuple(arguments))
 
 
 # -- in generated code
@@ -110,31 +113,42 @@ def run_keyed_attention(run: RankRun, a: RuntimeArguments) -> object:
     )  # fmt: skip
 
 
-def print_structured_attention(p: Printing) -> str:
-    numbers = p.options("before", "after") + (p.options("prefix") if p.literal("prefix") else "")
-    documents = [p[name] for name in ("query_documents", "key_documents") if p.has(name)]
-    if documents:
-        same = len(set(documents)) == 1
-        numbers += f", documents={documents[0] if same else f'({documents[0]}, {documents[1]})'}"
-    return f"runtime.attention({p['query']}, {p['key']}, {p['value']}{numbers}{p.options('padding', 'scale')})"
+def print_context_attention(p: Printing) -> str:
+    shown = [p["query"], p["key"], p["value"]]
+    shown += [f"{name}={p[name]}" for name in ("attn_mask", "scale") if p.has(name)]
+    if p.literal("is_causal"):
+        shown.append("is_causal=True")
+    if p.has("ring"):
+        axes = p.literal("ring")
+        even = plain(p.literal("sharding"), p.many(axes))
+        shown += [f"ring={axes_text(axes)}", *([] if even else [f"sharding={p['sharding']}"])]
+    where = print_splits(p) if p.has("splits") else ""
+    return f"runtime.context_attention({', '.join(shown)}{where})"
 
 
-def read_structured_attention(op: Op, node: ast.expr) -> Arguments:
-    names = "query, key, value, before, after, prefix, documents, padding, scale"
-    read = read_form(op, node, f"runtime.attention({names})", 3)
-    documents = read.pop("documents", None)
-    if documents is not None:
-        pair = documents.elts if isinstance(documents, ast.Tuple) else [documents, documents]
-        read |= dict(zip(("query_documents", "key_documents"), pair, strict=True))
-    return read
-
-
-def run_structured_attention(run: RankRun, a: RuntimeArguments) -> object:
-    documents = None if a["key_documents"] is None else (a["query_documents"], a["key_documents"])
-    return run.runtime.attention(
-        a["query"], a["key"], a["value"], before=a["before"], after=a["after"], prefix=a.get("prefix", 0),
-        documents=documents, padding=a["padding"], scale=a["scale"],
+def run_context_attention(run: RankRun, a: RuntimeArguments) -> object:
+    return run.runtime.context_attention(
+        a["query"], a["key"], a["value"], attn_mask=a["attn_mask"], scale=a["scale"],
+        is_causal=bool(a["is_causal"]), ring=run.group(a["ring"]), sharding=a["sharding"],
+        splits=groups_of_splits(run, a) if a["splits"] is not None else None,
     )  # fmt: skip
+
+
+# -- communication
+
+
+def send_keys(
+    call: LocalCall, signature: Signature, axes: Mapping[str, tuple[str, ...]], mesh: Mesh
+) -> list[AlgorithmCollective]:
+    """A ring: keys and values of every other rank, forward; backward these again, and their gradients."""
+    if "ring" not in axes:
+        return []
+    ranks = math.prod(mesh.axis(name).size for name in axes["ring"])
+    block = call.inputs[1].bytes + call.inputs[2].bytes
+    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward")] * (ranks - 1)
+    if call.gradient:
+        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward")] * (ranks - 1)
+    return shifts
 
 
 # -- memory
@@ -182,32 +196,17 @@ def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def saved_structured_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> SavedForBackward:
-    """All inputs, the result, and a number for each query."""
-    query = call.inputs[0]
-    width = signature.analysis.graph.values[call.op.inputs[0]].shape[-1]
-    return SavedForBackward((True,) * len(call.inputs), (True,), query.elements / max(width, 1) * max(query.item, 4))
-
-
-def structured_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """Gradients of keys and values come in parts; half precision is summed in float32."""
-    query, key, value = call.inputs[:3]
-    wide = 0.0 if query.item >= 4 else 4.0 / query.item
-    parts = key.bytes + value.bytes
-    return wide * call.outputs[0].bytes, parts + wide * (query.bytes + parts)
-
-
 define("scaled_dot_product_attention", rule=attention, keyed=True, localize=local_attention, kernel=Kernel.ATTENTION,
-       keeps_order=True, saved=saved_attention, work=scores_work, prints=print_attention, positional=3,
+       keeps_order=True, saved=saved_attention, work=scores_work, collectives=send_keys, prints=print_attention,
+       positional=3,
        result="attention",
        reads="F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
        unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,
        runs=run_keyed_attention, unsaid={"is_causal": False, "enable_gqa": False})  # fmt: skip
-define(STRUCTURED, rule=attention, kernel=Kernel.ATTENTION, keeps_order=True, saved=saved_structured_attention,
-       work=structured_work, prints=print_structured_attention, reads=read_structured_attention,
-       runs=run_structured_attention, result="attention", unsaid={"prefix": 0},
-       leaves_out=lambda op, name, value: False)  # after=0 is not the same as nothing  # fmt: skip
+define("runtime.context_attention", prints=print_context_attention, positional=3, runs=run_context_attention,
+       reads="runtime.context_attention(query, key, value, attn_mask, scale, is_causal, ring, sharding, splits)",
+       unsaid={"is_causal": False})  # fmt: skip
 define("_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
        "_scaled_dot_product_fused_attention_overrideable _efficient_attention_forward _native_multi_head_attention "

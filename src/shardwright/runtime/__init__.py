@@ -10,6 +10,7 @@ from shardwright.control_flow import cond, scan, while_loop
 from shardwright.storage import ParameterSpec
 
 from .algorithms.attention import attention
+from .algorithms.context_attention import context_attention
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
 from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
 from .algorithms.lookup import embedding_rows
@@ -40,6 +41,7 @@ __all__ = [
     "begin_count",
     "comm",
     "cond",
+    "context_attention",
     "count_labels",
     "cross_entropy",
     "custom_algorithm",

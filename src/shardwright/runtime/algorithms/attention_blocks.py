@@ -50,6 +50,7 @@ class Visibility:
     prefix      or else k < prefix         keys that every query sees, whatever `after` says
     documents   equal ids                  of the queries [B, Sq] and of the keys [B, Sk]
     padding     true                       [B, Sk]
+    dense       a mask that says it all    [.., Sq, Sk], of booleans or of what is added to scores
     """
 
     before: int | None = None
@@ -58,6 +59,7 @@ class Visibility:
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
     padding: Tensor | None = None
+    dense: Tensor | None = None
 
 
 # -- the three functions
@@ -146,7 +148,7 @@ def _attend_piece(
     mask = block.mask(piece, q.device)
     out, lse = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=piece.causal, seen=mask)
     if mask is not None:  # kernels may give 0 to a row that sees nothing
-        lse = lse.masked_fill(~mask.any(-1), -math.inf)
+        lse = lse.masked_fill(~(mask if mask.dtype is torch.bool else mask > -math.inf).any(-1), -math.inf)
     return out, lse
 
 
@@ -180,6 +182,9 @@ class _Block:
     def pieces(self, *, chunked: bool) -> Iterator[_Piece]:
         """The rectangles that cover what is seen, in the order of their rows; `chunked`: small ones only."""
         visible = self.visible
+        if visible.dense is not None:
+            yield _Piece(range(self.queries.count), range(self.keys.count), masked=True)
+            return
         documents = visible.key_documents is not None
         for rows in [range(self.queries.count)] if documents else self._regions():
             first, last = self._reach(rows[0]), self._reach(rows[-1])
@@ -252,6 +257,8 @@ class _Block:
         if not piece.masked:
             return None
         visible = self.visible
+        if visible.dense is not None:
+            return visible.dense.reshape((1,) * (4 - visible.dense.ndim) + visible.dense.shape)
         rows, columns = piece.slices
         seen = torch.ones((1, 1, 1, len(piece.keys)), dtype=torch.bool, device=device)
         reach = self._reach(piece.rows[0])

@@ -84,7 +84,9 @@ class AttentionKernel:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if seen is None:
             return scores
-        return scores.masked_fill(~(seen if causal else seen.unsqueeze(2)), -math.inf)
+        if not causal:  # heads of a mask, if it has them, are those of queries
+            seen = _grouped(seen, k, seen.dtype) if seen.shape[1] > 1 else seen.unsqueeze(2)
+        return scores.masked_fill(~seen, -math.inf) if seen.dtype is torch.bool else scores + seen
 
 
 def _grouped(x: Tensor, k: Tensor, precision: torch.dtype) -> Tensor:
@@ -99,8 +101,8 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def _additive(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A mask as the kernel takes it: what is added to scores."""
-    if seen is None:
-        return None
+    if seen is None or seen.dtype is not torch.bool:
+        return seen
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
 
 
