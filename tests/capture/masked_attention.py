@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture, run
 from shardwright.ir import Graph, MaskStructure, Op
-from shardwright.ops.structured_attention import STRUCTURED
+from shardwright.ops.attention import STRUCTURED
 
 LENGTH = 10
 CAUSAL = MaskStructure(after=0)

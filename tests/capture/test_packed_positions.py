@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwright.ir import MaskStructure
-from shardwright.ops.structured_attention import STRUCTURED
+from shardwright.ops.attention import STRUCTURED
 
 from .masked_attention import mask_of, structured
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture, run
 from shardwright.ir import MaskStructure
-from shardwright.ops.structured_attention import STRUCTURED
+from shardwright.ops.attention import STRUCTURED
 
 from .masked_attention import LENGTH, NONE, attention_of, mask_of, structured
 

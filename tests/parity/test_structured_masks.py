@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.ir import Op
-from shardwright.ops.structured_attention import STRUCTURED
+from shardwright.ops.attention import STRUCTURED
 from shardwright.parallelize import parallelize
 from shardwright.plan.request import PlanRequest
 from shardwright.verify.parity import ComparisonOptions, Reference, compare_plan, make_reference, make_task

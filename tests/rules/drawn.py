@@ -17,8 +17,8 @@ from transformers.integrations import moe
 
 from shardwright.capture.interpret import run_op
 from shardwright.ir import Op
+from shardwright.ops.attention import STRUCTURED
 from shardwright.ops.pointwise import linear_unary, plain
-from shardwright.ops.structured_attention import STRUCTURED
 from shardwright.probe.discover import one_op as graph_of_one
 from shardwright.rules import Analysis, OpCall, analyse, known_targets, registry
 from tests.probe.calls import placed, value
@@ -387,7 +387,7 @@ def _structured_attention(dice: Dice) -> Arguments:
     if dice.of(True, False):
         arguments["padding"] = dice.ints(4, dice.of(1, b), t) > 0
     if dice.of(True, False):
-        arguments |= {"before": dice.of(None, 1, 3), "after": dice.of(0, 2), "prefix": dice.of(0, 2)}
+        arguments |= {"before": dice.of(None, 1, 3), "after": dice.of(None, 0, 2), "prefix": dice.of(0, 2)}
     return arguments
 
 

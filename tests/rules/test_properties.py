@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from shardwright.ops.structured_attention import STRUCTURED
+from shardwright.ops.attention import STRUCTURED
 from shardwright.ops.user_calls import OPAQUE
 from shardwright.probe.check import NothingProven
 from shardwright.rules import ROWS, known_targets

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import CheckpointError, InputError
+from ..formats import read_text
 from ..runtime.optimizer.adopt import Optimizers
 from ..runtime.world import here
 from . import disk
@@ -141,9 +142,10 @@ def checkpoints_in(folder: Path) -> dict[Path, Manifest]:
 def latest_in(folder: Path) -> Path | None:
     """The checkpoint that the pointer names; the newest if the pointer is lost."""
     pointer = folder / LATEST
-    named = folder / pointer.read_text().strip() if pointer.is_file() else None
-    if named is not None and named != folder and (named / MANIFEST).is_file():
-        return named
+    name = read_text(pointer, CheckpointError, 4096).decode(errors="replace").strip() if pointer.is_file() else ""
+    is_name = Path(name).name == name and name.strip(".") != ""  # and not a path that leads out of the folder
+    if is_name and (folder / name / MANIFEST).is_file():
+        return folder / name
     return next(reversed(checkpoints_in(folder)), None)
 
 

@@ -28,13 +28,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
-
 from ..cluster import quantity
-from ..cluster.file import StrictLoader
 from ..errors import PlanError, ScheduleError, raise_all
+from ..formats import StrictLoader, integer, read_yaml, show
 from ..ir import Op
 from ..ir.paths import prefixes
+from ..layout import MOST_DEVICES
 from ..rules import without_stripes
 from ..schedule import schedule_kind
 
@@ -175,9 +174,8 @@ class ChoiceDemand(NamedTuple):
     every: bool = True
 
     def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
-        axes = names if self.axis is None else (self.axis,)
-        met = [without_stripes(choice.get(axis, "")) in self.picks for axis in axes]
-        return all(met) if self.every else any(met)
+        picked = (choice.get(axis, "") for axis in (names if self.axis is None else (self.axis,)))
+        return (all if self.every else any)(without_stripes(pick) in self.picks for pick in picked)
 
 
 Constraint = (
@@ -218,12 +216,7 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
 def _load(path: str | Path) -> Any:
     if not str(path).endswith((".yaml", ".yml")):
         raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader) or []
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not YAML: {error}") from error
+    return read_yaml(path, PlanError, _Loader) or []
 
 
 def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
@@ -253,6 +246,7 @@ _FIELDS = {
 }
 """What an entry asks for, and its other fields."""
 _AXIS = re.compile(r"[a-z]p\d?")
+MOST_STAGES = 2**16  # and microbatches
 
 
 class _Reader:
@@ -285,8 +279,8 @@ class _Reader:
         name, size = data["axis"], data.get("size")
         if not isinstance(name, str) or not _AXIS.fullmatch(name):
             self.faults.append(f"{source}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
-            self.faults.append(f"{source}: {size!r} is no size of an axis; it is 2 or more")
+        if size is not None and integer(2, MOST_DEVICES)(size):
+            self.faults.append(f"{source}: {show(size)} is no size of an axis; it is 2 or more, up to {MOST_DEVICES}")
         self._is_one_of(data, "inside", ["node"], source)
         self._is_one_of(data, "splits", ["batch"], source)
         return AxisConstraint(name=str(name), size=size, inside="inside" in data, data="splits" in data, source=source)
@@ -333,8 +327,8 @@ class _Reader:
     def _count(self, data: Mapping[str, Any], source: ConstraintSource) -> PipelineConstraint:
         (what,) = (key for key in data if key in ("stages", "microbatches"))
         value = data[what]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.faults.append(f"{source}: {value!r} is no number of {what}; it is 1 or more")
+        if integer(1, MOST_STAGES)(value):
+            self.faults.append(f"{source}: {show(value)} is no number of {what}; it is 1 or more, up to {MOST_STAGES}")
             value = 1
         return PipelineConstraint(what=what, value=value, source=source)
 
@@ -398,4 +392,4 @@ class _Loader(StrictLoader):
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|false"), list("tf"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|false)$"), list("tf"))

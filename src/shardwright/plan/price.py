@@ -28,7 +28,7 @@ from .op_kinds import OpKinds
 from .plan import Plan
 from .problem_structure import EdgeEnd, EdgeTable, FactorEntry, OpTable, ProblemStructure, Table, UseTable
 from .search import solve
-from .spaces import ChoiceSpaces
+from .spaces import ChoiceSpaces, FixedChoices
 from .storage_options import StoragePricing
 from .tables import Tables
 
@@ -163,7 +163,7 @@ def price(
     decisions: dict[str, object] = {**choices, **plan.storage}
     kinds = OpKinds(analysis, training, decisions)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
-    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=choices)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=FixedChoices(choices))
     tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
     solution = solve(tables.problem())
     if solution.states is None:

@@ -11,8 +11,10 @@
 `mask_data.py`          document ids and padding, one row for each sample
 `structure.py`          from a condition on (query, key) to a `MaskStructure`
 `rewrite.py`            attention ops of a graph, written without what is known
+`documents.py`          packed documents, which attention must not cross
 """
 
+from .documents import check_documents
 from .rewrite import dense_mask_notes, structure_masks
 
-__all__ = ["dense_mask_notes", "structure_masks"]
+__all__ = ["check_documents", "dense_mask_notes", "structure_masks"]

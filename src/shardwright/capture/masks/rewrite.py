@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir import MaskStructure
-from ...ops.structured_attention import STRUCTURED
+from ...ops.attention import STRUCTURED
 from ..building.graph_builder import DraftOp, GraphBuilder, ValueInfo, ValueRef
 from ..building.leaves import Leaves
 from .grouped_heads import fold_repeated_heads, is_attention

@@ -6,15 +6,11 @@ have it too and are run op by op.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.errors import InputError
-
-from .attention_blocks import Places, Visibility, attend, attend_backward, dense_mask
+from .attention_blocks import Places, Visibility
+from .context_attention import AttentionCall, Documents, attend_blocks
 
 
 def attention(
@@ -25,7 +21,7 @@ def attention(
     before: int | None = None,
     after: int | None = None,
     prefix: int = 0,
-    documents: Tensor | tuple[Tensor, Tensor] | None = None,
+    documents: Documents | None = None,
     padding: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -36,65 +32,8 @@ def attention(
     """
     of_queries, of_keys = documents if isinstance(documents, tuple) else (documents, documents)
     visible = Visibility(before, after, prefix, of_queries, of_keys, padding)
-    device = query.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return _apply(query, key, value, visible, scale)
-    dtype = torch.get_autocast_dtype(device)
-    query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
-    with torch.autocast(device, enabled=False):  # inputs are cast, as torch casts those of attention, and no more
-        return _apply(query, key, value, visible, scale)
-
-
-def _apply(query: Tensor, key: Tensor, value: Tensor, visible: Visibility, scale: float | None) -> Tensor:
-    if not torch._C._get_flash_sdp_enabled():  # of all devices: `sdpa_kernel(SDPBackend.MATH)`
-        mask = dense_mask(*_everywhere(query, key), visible, query.device)
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
-    data = (visible.query_documents, visible.key_documents, visible.padding)
-    result: Tensor = _Attention.apply(query, key, value, *data, visible, scale)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Attention(torch.autograd.Function):
-    """The tensors of `visible` are arguments too, so that autograd looks after them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor | None, of_keys: Tensor | None,
-        padding: Tensor | None, visible: Visibility, scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        out, lse = attend(q, k, v, *_everywhere(q, k), visible, scale)
-        ctx.save_for_backward(q, k, v, out, lse, of_queries, of_keys, padding)
-        ctx.limits, ctx.scale = (visible.before, visible.after, visible.prefix), scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *data = ctx.saved_tensors
-        visible = Visibility(*ctx.limits, *data)
-        gradients = _Gradients.apply(grad, q, k, v, out.detach(), lse, visible, ctx.scale)  # type: ignore[no-untyped-call]
-        return (*gradients, *(None,) * 5)
-
-
-class _Gradients(torch.autograd.Function):
-    """What backward computes, which has no gradient itself: torch's fused kernels have none either."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Visibility,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return attend_backward(grad, q, k, v, out, lse, *_everywhere(q, k), visible, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        raise InputError(
-            "fused attention has no second derivative; run the step under "
-            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-        )
-
-
-def _everywhere(q: Tensor, k: Tensor) -> tuple[Places, Places]:
-    return Places(0, 1, q.shape[2]), Places(0, 1, k.shape[2])
+    queries, keys = (Places(0, 1, x.shape[2]) for x in (query, key))
+    return attend_blocks(query, key, value, AttentionCall(queries, (keys,), visible, scale))
 
 
 def _attention_op(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_kernels import CHUNK, AttentionKernel, finite
+from .attention_kernels import CHUNK, BlockKernel, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def attend(
 
     k and v may have fewer heads. A query that sees none of the keys has a result of 0 and a log-sum-exp of -inf.
     """
-    kernel = AttentionKernel.of(q, v, scale)
+    kernel = BlockKernel.of(q, v, scale)
     block = _Block(queries, keys, visible)
     pieces = list(block.pieces(chunked=not kernel.fused))
     if len(pieces) == 1 and len(pieces[0].rows) == queries.count:  # nothing to join, nothing to copy
@@ -112,7 +112,7 @@ def attend_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from this block; `out` and `lse` are those over all keys, of all blocks."""
-    kernel = AttentionKernel.of(q, v, scale)
+    kernel = BlockKernel.of(q, v, scale)
     block = _Block(queries, keys, visible)
     lse = finite(lse)
     totals: list[Tensor] = []
@@ -142,7 +142,7 @@ def dense_mask(queries: Places, keys: Places, visible: Visibility, device: torch
 
 
 def _attend_piece(
-    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, piece: _Piece
+    kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, piece: _Piece
 ) -> tuple[Tensor, Tensor]:
     rows, columns = piece.slices
     mask = block.mask(piece, q.device)
