@@ -154,7 +154,7 @@ def test_llama3_demo_on_packed_documents(pools, tmp_path):
     alone = demo(0, [*small, "--plan", "single", "--out", str(tmp_path / "alone")])
     assert len(alone["loss"]) == 4
     assert alone["loss"][-1] < alone["loss"][0]
-    for plan in ("zero3=2", "pp=2"):
+    for plan in ("zero3=2", "pp=2", "cp=2"):
         options = ["--plan", plan, "--accumulate", "2", "--out", str(tmp_path / plan)]
         losses = pools[2].run(demo, [*small, *options], timeout=200)[0]
         assert losses["loss"] == pytest.approx(alone["loss"], rel=1e-5)

@@ -41,10 +41,17 @@ PACKING = (
         f"{DATA}::test_every_token_that_has_a_label_is_in_one_sequence",
     ),
     Fault(
-        "attention across documents is let through",
+        "attention without a mask across documents is let through",
         "capture/masks/documents.py",
         "if not isinstance(mask, ValueRef) or mask.name not in derived:",
         "if isinstance(mask, ValueRef) and mask.name not in derived:",
+        f"{PARITY}::test_a_plain_model_that_ignores_documents_is_refused_with_its_line",
+    ),
+    Fault(
+        "attention with a mask across documents is let through",
+        "capture/masks/documents.py",
+        "or mask.name not in derived:",
+        "or not derived:",
         f"{PARITY}::test_a_model_of_transformers_with_a_cache_would_cross_documents_and_is_refused",
     ),
     Fault(
