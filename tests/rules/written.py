@@ -218,7 +218,7 @@ LOSSES: Written = {
         "cross_entropy_loss.default", {"self": real(4), "target": torch.tensor(1)}, "c=classes, ->",
     ),
     "cross entropy, one row of probabilities": (
-        "cross_entropy_loss.default", {"self": real(4), "target": real(4).softmax(0)}, "c=classes, c=classes ->",
+        "cross_entropy_loss.default", {"self": real(4), "target": real(4).softmax(0)}, None,
     ),
     "cross entropy, one row and weights": (
         "cross_entropy_loss.default", {"self": real(4), "target": torch.tensor(1), "weight": real(4).abs()}, None,
