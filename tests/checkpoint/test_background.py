@@ -87,7 +87,7 @@ def failing(rank, folder):
 def test_an_error_of_one_rank_is_one_on_all_and_loses_nothing(pools, tmp_path):
     for seen, step, names in pools[2].run(failing, str(tmp_path), timeout=120):
         assert len(seen) == 2
-        assert all("rank-00001.safetensors" in said and "No space left" in said for said in seen)
+        assert all("rank-00001.safetensors" in message and "No space left" in message for message in seen)
         assert (step, names) == (1, [".lock", "latest", "step-000001"])
 
 

@@ -155,7 +155,7 @@ LINKS = {
         Link(name="pcie-3", bandwidth=15.75 * GIGA, latency=6 * MICRO, efficiency=0.65),
         Link(name="pcie-4", bandwidth=31.5 * GIGA, latency=6 * MICRO, efficiency=0.65),
         Link(name="pcie-5", bandwidth=63 * GIGA, latency=6 * MICRO, efficiency=0.65),
-        # Processes on one machine that talk over shared memory
+        # Processes on one machine that communicate over shared memory
         Link(name="loopback", bandwidth=4 * GIGA, latency=40 * MICRO, efficiency=0.5),
     )
 }

@@ -52,7 +52,7 @@ def join_time(bytes: float, uses: int, device: Device) -> float:
 
 
 def _does_much(call: LocalCall) -> bool:
-    """An own op, experts or an opaque submodule that has more arithmetic than elements."""
+    """A custom op, experts or an opaque submodule that has more arithmetic than elements."""
     return call.flops > 2 * sum(tensor.elements for tensor in call.outputs)
 
 
@@ -156,7 +156,7 @@ def _pointwise(call: LocalCall, device: Device) -> OpTime:
         else:
             backward += passes.results * written + passes.gradients * tensor.bytes
     kernels = max(passes.kernels, len(wanted))
-    if passes.kernels > 1 and wanted:  # norms: their passes are said for all their inputs together
+    if passes.kernels > 1 and wanted:  # norms: their passes are given for all their inputs together
         largest = max(tensor.bytes for tensor in wanted)
         backward = passes.results * written + passes.gradients * largest
     return OpTime(_moved(forward, device, 1, first), _moved(backward, device, kernels, kind))

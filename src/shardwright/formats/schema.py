@@ -86,7 +86,7 @@ def integer(low: int = -LARGEST - 1, high: int = LARGEST) -> Schema:
 
 
 def number(*, low: float | None = None, finite: bool = True) -> Schema:
-    """A number, finite if nothing else is said."""
+    """A number, finite if nothing else is known."""
     wanted = "a finite number" if finite else "a number"
     wanted += "" if low is None else f" of {low:g} or more"
 

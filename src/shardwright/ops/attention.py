@@ -276,16 +276,16 @@ define("scaled_dot_product_attention", rule=attention, keyed=True, localize=loca
        keeps_order=True, saved=saved_attention, work=scores_work, collectives=send_keys, prints=print_attention,
        positional=3, result="attention",
        reads="F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
-       unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
+       defaults={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,
-       runs=run_keyed_attention, unsaid={"is_causal": False, "enable_gqa": False})  # fmt: skip
+       runs=run_keyed_attention, defaults={"is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.context_attention", prints=print_context_attention, reads=read_context_attention,
-       runs=run_context_attention, unsaid={"is_causal": False, "prefix": 0},
+       runs=run_context_attention, defaults={"is_causal": False, "prefix": 0},
        leaves_out=lambda op, name, value: False)  # fmt: skip
 define(STRUCTURED, rule=attention, localize=local_attention, kernel=Kernel.ATTENTION, keeps_order=True,
        saved=saved_structured_attention, work=structured_work, collectives=send_keys,
        prints=print_structured_attention, reads=read_structured_attention, runs=run_structured_attention,
-       result="attention", unsaid={"prefix": 0},
+       result="attention", defaults={"prefix": 0},
        leaves_out=lambda op, name, value: False)  # after=0 is not the same as nothing  # fmt: skip
 define("_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
