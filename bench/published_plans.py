@@ -62,8 +62,8 @@ def _flat(row: Row) -> Plan:
     plan = sw.plan(model, example=example, plan=plan_string(row), **asked)
     if row.recompute in ("none", "full"):
         return plan
-    (segment,) = plan.entries["train"]
-    again = replace(segment, recompute=recomputed_modules(row, model))
+    (stage,) = plan.entries["train"]
+    again = replace(stage, recompute=recomputed_modules(row, model))
     return sw.plan(model, example=example, plan=replace(plan, entries={"train": (again,)}), **asked)
 
 

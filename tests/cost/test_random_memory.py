@@ -150,7 +150,7 @@ def test_every_activation_is_released_once(seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_search_simulates_the_stages_that_run(seed):
-    """Of a pipeline, too, what a search was told is what the programs of its plan need."""
+    """Of a pipeline, too, what a search was given is what the programs of its plan need."""
     analysis, training, cluster = random_analysis(seed), TrainingSetup(compute="bfloat16"), find("4xA100-80GB")
     demands = [{"stages": 2}, {"microbatches": 2}, {"schedule": ("1f1b", "gpipe", "zb")[seed % 3]}]
     result = find_joint(analysis, cluster, training, SearchOptions(constraints=read_constraints(demands)))

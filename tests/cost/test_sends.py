@@ -77,10 +77,10 @@ def test_cross_entropy_over_split_classes(smoothing):
 def test_a_mean_over_split_rows_sends_a_count():
     def run(rank, group):
         logits = torch.zeros(3, 10, requires_grad=True)
-        return runtime.cross_entropy(logits, torch.arange(3), rows=group)
+        return runtime.cross_entropy(logits, torch.arange(3), samples=group)
 
     signature = loss_of()
-    sends = algorithm_collectives(signature, choice_of(signature, "rows"), MESH, TrainingSetup())
+    sends = algorithm_collectives(signature, choice_of(signature, "samples"), MESH, TrainingSetup())
     forward, _ = run_ranks(RANKS, sent, run)[0]
     assert forward == [("all_reduce", 1)]
     assert sends == (AlgorithmCollective("all_reduce", 8, ("x",), "forward"),)

@@ -87,8 +87,8 @@ def test_every_token_that_has_a_label_is_in_one_sequence(lengths, length, window
     documents = numbered(lengths)
     wanted = [tokens[at : at + length] for tokens in documents for at in range(0, len(tokens), length)]
     sequences = list(PackedDocuments(documents, packing(length, window=window), shuffle=shuffle))
-    pieces = [piece for sequence in sequences for piece in unpacked(sequence) if any(piece)]
-    assert sorted(pieces) == sorted(piece for piece in wanted if len(piece) > 1)
+    chunks = [chunk for sequence in sequences for chunk in unpacked(sequence) if any(chunk)]
+    assert sorted(chunks) == sorted(chunk for chunk in wanted if len(chunk) > 1)
     for sequence in sequences:
         assert {len(values) for values in sequence.values()} == {length}
         assert torch.equal(document_positions(sequence["document_ids"]), sequence["position_ids"])
@@ -99,8 +99,8 @@ def test_every_token_that_has_a_label_is_in_one_sequence(lengths, length, window
 @settings(deadline=None)
 def test_long_documents_may_be_cut(lengths, length):
     documents = numbered(lengths)
-    pieces = [p for sequence in PackedDocuments(documents, packing(length, long="cut")) for p in unpacked(sequence)]
-    assert sorted(p for p in pieces if any(p)) == [tokens[:length] for tokens in documents if len(tokens) > 1]
+    chunks = [p for sequence in PackedDocuments(documents, packing(length, long="cut")) for p in unpacked(sequence)]
+    assert sorted(p for p in chunks if any(p)) == [tokens[:length] for tokens in documents if len(tokens) > 1]
 
 
 def test_documents_that_fit_together_leave_no_padding():

@@ -28,12 +28,12 @@ from tests.lower.test_local import Losses, program_of
 from tests.lower.test_tidy import Row
 from tests.models.deciding import Chooses, Net
 from tests.parity.threaded import compare
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 from tests.test_register import centred, split_on
 
 
 def programs_of(name: str, plan: str) -> tuple[LoweredProgram, ...]:
-    graph, analysis, request = graph_of(name, 4), facts_of(name, 4), parse_plan_string(plan)
+    graph, analysis, request = graph_of(name, 4), analysis_of(name, 4), parse_plan_string(plan)
     if "pp" in plan:
         return lower_pipeline(graph, build_pipeline(graph, request, analysis, "", 2), analysis).programs
     return (lower(graph, build_plan(graph, request, analysis), analysis),)

@@ -61,10 +61,10 @@ def tuned(pool, folder, plan, *options):
     found = (
         pool.run(run_example, "finetune_llama", argv, timeout=120) if pool else [run_example(0, "finetune_llama", argv)]
     )
-    losses, said = found[0]
+    losses, message = found[0]
     assert all(others == losses for others, _ in found)
     assert losses[-1] < losses[0] - 0.05
-    assert said.startswith("PARADISE LOST") and len(said) == 64
+    assert message.startswith("PARADISE LOST") and len(message) == 64
     before, after = (load_file(folder / name / "model.safetensors") for name in ("start", "tuned"))
     assert before.keys() == after.keys()
     return losses, before, after
@@ -97,13 +97,13 @@ def test_lightning_gpt_and_its_checkpoint_under_another_plan(pools, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["torchrun", "--standalone", "--nproc-per-node=2", "train_gpt.py", "--steps=3", "--compare=3"], "parity over"),
         (["python", "lightning_gpt.py", "--devices=2", "--plan=dp=2", "--steps=3"], "after 3 steps: loss"),
     ],
 )
-def test_a_script_starts_its_processes(tmp_path, command, said):
+def test_a_script_starts_its_processes(tmp_path, command, message):
     program, *rest = command
     words = [str(EXAMPLES / word) if word.endswith(".py") else word for word in rest]
     small = ["--seq", "32", "--batch", "4"]
@@ -112,7 +112,7 @@ def test_a_script_starts_its_processes(tmp_path, command, said):
         cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
-    assert said in found.stdout
+    assert message in found.stdout
 
 
 NANOGPT = [
@@ -154,7 +154,7 @@ def test_llama3_demo_on_packed_documents(pools, tmp_path):
     alone = demo(0, [*small, "--plan", "single", "--out", str(tmp_path / "alone")])
     assert len(alone["loss"]) == 4
     assert alone["loss"][-1] < alone["loss"][0]
-    for plan in ("zero3=2", "pp=2"):
+    for plan in ("zero3=2", "pp=2", "cp=2"):
         options = ["--plan", plan, "--accumulate", "2", "--out", str(tmp_path / plan)]
         losses = pools[2].run(demo, [*small, *options], timeout=200)[0]
         assert losses["loss"] == pytest.approx(alone["loss"], rel=1e-5)

@@ -93,7 +93,7 @@ EMITTER = (
     Fault(
         "a loss does not know that its rows are split",
         "ops/losses.py",
-        'shown.append(f"rows={axes_text(rows)}")',
+        'shown.append(f"samples={axes_text(samples)}")',
         "pass",
     ),
     Fault(
@@ -112,7 +112,7 @@ EMITTER = (
         "a loss counts its labels again", "ops/losses.py", """shown.append(f"count={p['count']}")""", """p["count"]"""
     ),
     Fault(
-        "a converter cuts the first dim",
+        "a reshard cuts the first dim",
         "ops/collectives.py",
         "comm.{function}({x}, {p['dim']}, {group}{extra}{state})",
         "comm.{function}({x}, {0 * p.literal('dim')}, {group}{extra}{state})",

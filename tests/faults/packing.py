@@ -9,7 +9,7 @@ PACKING = (
         "the first token of a document is predicted from the one before it",
         "data/packing.py",
         "border = torch.tensor([IGNORED])",
-        "border = piece.labels[:1]",
+        "border = shard.labels[:1]",
         f"{DATA}::test_a_sequence_has_documents_positions_and_labels_that_start_anew",
     ),
     Fault(
@@ -22,8 +22,8 @@ PACKING = (
     Fault(
         "a run resumes at the start of a window",
         "data/packing.py",
-        "for pieces in bins[self._sequences :]:",
-        "for pieces in bins:",
+        "for shards in bins[self._sequences :]:",
+        "for shards in bins:",
         f"{DATA}::test_a_stateful_stream_is_not_read_from_the_start",
     ),
     Fault(
@@ -41,10 +41,17 @@ PACKING = (
         f"{DATA}::test_every_token_that_has_a_label_is_in_one_sequence",
     ),
     Fault(
-        "attention across documents is let through",
+        "attention without a mask across documents is let through",
         "capture/masks/documents.py",
         "if not isinstance(mask, ValueRef) or mask.name not in derived:",
         "if isinstance(mask, ValueRef) and mask.name not in derived:",
+        f"{PARITY}::test_a_plain_model_that_ignores_documents_is_refused_with_its_line",
+    ),
+    Fault(
+        "attention with a mask across documents is let through",
+        "capture/masks/documents.py",
+        "or mask.name not in derived:",
+        "or not derived:",
         f"{PARITY}::test_a_model_of_transformers_with_a_cache_would_cross_documents_and_is_refused",
     ),
     Fault(

@@ -25,7 +25,7 @@ RUNTIME = (
         "runtime/test_comm.py",
     ),
     Fault(
-        "every rank takes the piece of the first",
+        "every rank takes the shard of the first",
         COMM,
         "sharding or _even(x, dim, group), group.size, group.index)",
         "sharding or _even(x, dim, group), group.size, 0)",
@@ -221,7 +221,7 @@ RUNTIME = (
         "runtime/test_linears.py",
     ),
     Fault(
-        "norms of pieces are not summed",
+        "norms of shards are not summed",
         "runtime/parameters/norms.py",
         "values[sharding] = reduce(values[sharding], groups[name])",
         "pass",

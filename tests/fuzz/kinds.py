@@ -38,7 +38,7 @@ from shardwright.planning import make_plan as searched_plan
 from shardwright.report import explain
 from shardwright.report.plans import read_plan
 from tests.checkpoint.little import little, train
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 from .mutations import as_json, mutate, mutate_text
 
@@ -82,13 +82,13 @@ def change_yaml(name: str) -> Callable[[Path, Random], None]:
 def make_plan(plan: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         request = PlanRequest.read(plan, cluster=find("4xA100-80GB"))
-        searched_plan(graph_of("gpt"), facts_of("gpt"), request, 4).save(folder / "plan.json")
+        searched_plan(graph_of("gpt"), analysis_of("gpt"), request, 4).save(folder / "plan.json")
 
     return make
 
 
 def use_plan(folder: Path) -> None:
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     shown = read_plan(folder / "plan.json")
     Console(file=io.StringIO()).print(explain(shown))
     plan = load_plan(folder / "plan.json", graph)
@@ -100,7 +100,7 @@ def use_plan(folder: Path) -> None:
 
 
 def make_pipeline(folder: Path) -> None:
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2).save(folder / "plan.json")
 
 

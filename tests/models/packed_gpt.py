@@ -24,11 +24,12 @@ class PackedGPT(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         x = self.tokens(input_ids) + self.positions(position_ids)
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        n = input_ids.shape[1]
-        mask = torch.ones(n, n, dtype=torch.bool).tril()
-        if not self.crossing:
-            mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-        attended = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-        x = x + self.out(attended)
+        causal = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).tril()
+        mask = causal & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        if self.crossing:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         x = x + self.down(F.gelu(self.up(x)))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

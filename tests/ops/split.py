@@ -1,6 +1,6 @@
 """A sample on 2 and on 3 ranks, wherever a rule allows a split, against eager.
 
-Every role of every op of the captured graph is checked on pieces first (`probe.check_role`). Then a plan that
+Every role of every op of the captured graph is checked on shards first (`probe.check_role`). Then a plan that
 splits each op on one of its roles, another one for each sample, goes through lowering and emission, and
 the generated file runs on ranks that are threads: forward, backward, gradients brought to whole.
 """
@@ -66,7 +66,7 @@ def _split_ops(analysis: Analysis, parts: int) -> list[Op]:
 
 
 def _wrong_roles(sample: Sample, captured: CapturedGraph, analysis: Analysis, ways: list[int]) -> dict[int, Verdict]:
-    """The first role that does not recombine, for each number of pieces."""
+    """The first role that does not recombine, for each number of shards."""
     seen: dict[str, tuple[Tensor, ...]] = {}
     module = copy.deepcopy(sample.module)
     with torch.no_grad():

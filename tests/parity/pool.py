@@ -45,10 +45,10 @@ class Pool:
         failed = [(rank, answer[1]) for rank, answer in enumerate(answers) if not answer[0]]
         if failed:
             rank, (error, text) = min(failed, key=lambda held: _is_echo(held[1][1]))
-            said = f"rank {rank} of {self.size} failed:\n{text}"
+            message = f"rank {rank} of {self.size} failed:\n{text}"
             if error is None:
-                raise RankError(said)
-            error.add_note(said)
+                raise RankError(message)
+            error.add_note(message)
             raise error
         return [answer[1] for answer in answers]
 
@@ -133,10 +133,10 @@ def _serve(connection: Connection, rank: int, size: int, port: int, timeout: flo
     except EOFError:
         os._exit(0)
     except BaseException as error:
-        said = io.StringIO()
-        with redirect_stderr(said):
+        message = io.StringIO()
+        with redirect_stderr(message):
             sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
-        connection.send_bytes(_failed(error, said.getvalue()))
+        connection.send_bytes(_failed(error, message.getvalue()))
         os._exit(1)
 
 

@@ -105,7 +105,7 @@ def test_lengths_that_do_not_divide(plan):
 
 def test_sequences_of_causal_attention_are_striped():
     plan = planned(MODELS["llama"](), plan="cp=2")
-    roles = {choice.get("cp") for choice in plan.segments[0].choices.values()} - {None}
+    roles = {choice.get("cp") for choice in plan.stages[0].choices.values()} - {None}
     assert roles
     assert all(role.startswith("striped:") for role in roles if not role.startswith(("partial:", "fan")))
 
@@ -113,7 +113,7 @@ def test_sequences_of_causal_attention_are_striped():
 def test_a_window_needs_no_stripes_and_neither_do_bidirectional_models():
     for name in ("mistral", "bert"):
         plan = planned(MODELS[name](), plan="cp=2")
-        roles = {choice.get("cp") for choice in plan.segments[0].choices.values()} - {None}
+        roles = {choice.get("cp") for choice in plan.stages[0].choices.values()} - {None}
         assert roles
         assert not any(role.startswith("striped:") for role in roles)
 
@@ -131,4 +131,3 @@ def test_a_sequence_shorter_than_the_axis_is_refused():
 def test_a_model_without_a_sequence_is_refused():
     with pytest.raises(PlanError, match="cp=2 splits the sequence"):
         sw.plan(nn.Linear(4, 4), example=(torch.randn(4, 4),), plan="cp=2", cluster=2)
-

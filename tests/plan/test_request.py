@@ -7,11 +7,11 @@ import pytest
 from shardwright.errors import PlanError
 from shardwright.plan import PolicyRequest, build_plan, parse_plan_string
 from shardwright.plan.request import AutoPlan, PlanFile, PlanRequest, read_source, source_name, source_size
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def plan():
-    return build_plan(graph_of("mlp"), parse_plan_string("tp=2"), facts_of("mlp"))
+    return build_plan(graph_of("mlp"), parse_plan_string("tp=2"), analysis_of("mlp"))
 
 
 def my_policy(graph, size):

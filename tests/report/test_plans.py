@@ -53,21 +53,21 @@ def test_one_op_that_is_split_otherwise_is_named(plans):
 
 def test_ops_that_differ_alike_are_said_with_a_star(plans):
     found = diff(plans["tp=2"], plans["zero2=2"])
-    said = {(row.what, row.name): (row.a, row.b) for row in found.rows}
+    message = {(row.what, row.name): (row.a, row.b) for row in found.rows}
 
-    assert said["mesh", ""] == ("tp=2", "dp=2")
-    assert said["train", "blocks.*.down / linear"] == ("tp: k", "dp: ma")
-    assert said["storage", "wte.weight"] == ("replicated", "ZeRO-2 over dp")
+    assert message["mesh", ""] == ("tp=2", "dp=2")
+    assert message["train", "blocks.*.down / linear"] == ("tp: k", "dp: ma")
+    assert message["storage", "wte.weight"] == ("replicated", "ZeRO-2 over dp")
     assert "ZeRO-2 over dp" in str(found)
 
 
 def test_what_two_plans_cost_is_compared(plans):
     found = {total.what: (total.a, total.b) for total in diff(plans["tp=2"], plans["zero2=2"]).totals}
-    said = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
+    message = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
 
-    assert found["step time"] == tuple(one["seconds"] for one in said)
-    assert found["blocking communication"] == tuple(one["waited"] for one in said)
-    assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in said)
+    assert found["step time"] == tuple(one["seconds"] for one in message)
+    assert found["blocking communication"] == tuple(one["blocking"] for one in message)
+    assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in message)
     assert not diff(plans["tp=2"], dataclasses.replace(plans["zero2=2"], predicted={})).totals
 
 

@@ -43,8 +43,8 @@ def auto(large):
 
 def seconds_with(plan, graph, op, choice):
     """The price of the plan with another choice for one op."""
-    segment = plan.entries["train"][0]
-    other = dataclasses.replace(segment, choices={**segment.choices, op: choice})
+    stage = plan.entries["train"][0]
+    other = dataclasses.replace(stage, choices={**stage.choices, op: choice})
     found = price(
         analyse(graph), find(CLUSTER), TrainingSetup(), dataclasses.replace(plan, entries={"train": (other,)})
     )

@@ -66,7 +66,7 @@ def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[A
 
 @dataclass(frozen=True)
 class Dice:
-    """Draws sizes and tensors. Sizes are from 1 to 6, so that 2 and 3 pieces are even, uneven, or can't be."""
+    """Draws sizes and tensors. Sizes are from 1 to 6, so that 2 and 3 shards are even, uneven, or can't be."""
 
     draw: Callable[[st.SearchStrategy[Any]], Any]
 

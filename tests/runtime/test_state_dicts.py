@@ -19,7 +19,7 @@ from shardwright.runtime.parameters.state_dicts import (
 )
 from shardwright.runtime.parameters.state_values import ShardTensor, as_state, region_of_value
 from shardwright.storage import stored_layout
-from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
+from tests.runtime.little import Shards, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero3 import Split
 
@@ -31,9 +31,9 @@ def parts(model):
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_a_piece_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
+def test_a_shard_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
     def body(rank):
-        model, kinds = Pieces(mesh_of(2, 2), level), set()
+        model, kinds = Shards(mesh_of(2, 2), level), set()
         for held in model.specs:
             layout = stored_layout(held, model.groups.mesh.sizes)
             local = shard_tensor(
@@ -59,7 +59,7 @@ def whole_by_key():
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
 def test_values_have_whole_shapes_and_full_tensors(dp, tp, level):
     def body(rank):
-        model = Pieces(mesh_of(dp, tp), level)
+        model = Shards(mesh_of(dp, tp), level)
         values = state_dict(*parts(model))
         kinds = {key: type(value).__name__ for key, value in values.items()}
         full = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in values.items()}
@@ -76,7 +76,7 @@ def test_values_have_whole_shapes_and_full_tensors(dp, tp, level):
 
 def test_full_state_dict_everywhere_or_on_one_rank():
     def body(rank, only):
-        model = Pieces(mesh_of(2, 2), 3)
+        model = Shards(mesh_of(2, 2), 3)
         return full_state_dict(*parts(model), only)
 
     for got in run_ranks(4, body, None):
@@ -89,7 +89,7 @@ def test_loading_whole_tensors_cuts_them():
     new = {key: value + 1 for key, value in whole_by_key().items()}
 
     def body(rank):
-        model = Pieces(mesh_of(2, 2), 3)
+        model = Shards(mesh_of(2, 2), 3)
         load_state(new, *parts(model))
         return full_state_dict(*parts(model))
 
@@ -97,10 +97,10 @@ def test_loading_whole_tensors_cuts_them():
         assert_same(got, new, atol=0)
 
 
-def test_loading_pieces_of_another_level():
+def test_loading_shards_of_another_level():
     def body(rank):
-        source, target = Pieces(mesh_of(2, 2), 3), Pieces(mesh_of(2, 2), 0)
-        same = Pieces(mesh_of(2, 2), 3)
+        source, target = Shards(mesh_of(2, 2), 3), Shards(mesh_of(2, 2), 0)
+        same = Shards(mesh_of(2, 2), 3)
         with torch.no_grad():
             for _, parameter in source.pairs:
                 parameter.mul_(2)
@@ -118,7 +118,7 @@ def test_loading_pieces_of_another_level():
 
 def test_every_fault_of_a_state_dict_is_named():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         values = whole_by_key()
         del values["w1"], values["head"]
         with pytest.raises(InputError, match=r"(?s)missing: w1.*unexpected: extra"):
@@ -130,14 +130,14 @@ def test_every_fault_of_a_state_dict_is_named():
     run_ranks(2, body)
 
 
-def test_a_piece_does_not_pretend_to_be_the_whole():
+def test_a_shard_does_not_pretend_to_be_the_whole():
     def body(rank):
-        model = Pieces(mesh_of(1, 2))
-        piece = state_dict(*parts(model))["w1"]
-        assert isinstance(piece, ShardTensor)
-        assert torch.equal(piece.clone().detach().local, piece.local)
+        model = Shards(mesh_of(1, 2))
+        shard = state_dict(*parts(model))["w1"]
+        assert isinstance(shard, ShardTensor)
+        assert torch.equal(shard.clone().detach().local, shard.local)
         with pytest.raises(InputError, match="full_tensor"):
-            piece + 1
+            shard + 1
 
     run_ranks(2, body)
 
@@ -149,7 +149,7 @@ def _model(dp, tp, level):
     if level == 3:
         model = Split(mesh_of(dp, tp))
     else:
-        model = Pieces(mesh_of(dp, tp), level)
+        model = Shards(mesh_of(dp, tp), level)
         GradientSync(model.pairs, model.groups)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     adopt(optimizer, {p: p for p in model.parameters()})

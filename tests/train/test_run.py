@@ -19,7 +19,7 @@ from .runs import Net, losses, net, rows, trainer
 def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
     trainer(tmp_path, max_steps=1).fit()
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.yaml", "plan.json", "generated", "checkpoints", "finished"}
+    assert names == {"config.yaml", "plan.json", "generated", "checkpoints", "finished", ".lock"}
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert (config["model"], config["seed"], config["plan"]) == ("tests.train.runs.Net", 4, "single")
     assert config["train_data"] == "22 of tuple"
@@ -42,7 +42,7 @@ def test_resume_last_in_an_empty_folder_begins_and_says_so(tmp_path):
     made = trainer(tmp_path, max_steps=1, resume="last")
     made.fit()
     assert list(losses(made)) == [1]
-    assert any("no checkpoint yet" in said for said in made.loggers[0].words)
+    assert any("no checkpoint yet" in message for message in made.loggers[0].words)
 
 
 def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):

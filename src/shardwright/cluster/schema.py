@@ -19,7 +19,7 @@ from .catalogue import DEVICES, LINKS, USUAL, unknown
 from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, MeasuredCollective
 from .curve import Curve
-from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionKernel, Device, Efficiency
+from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionPrice, Device, Efficiency
 from .link import Link
 from .quantity import Measure
 
@@ -30,7 +30,7 @@ CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "betwe
                 "measured")  # fmt: skip
 DEVICE_KEYS = ("flops", "memory", "bandwidth", "efficiency")
 OPTIONAL_DEVICE_KEYS = ("edge", "attention", "overlap")
-ATTENTION_KEYS = tuple(field.name for field in fields(AttentionKernel))
+ATTENTION_KEYS = tuple(field.name for field in fields(AttentionPrice))
 LINK_KEYS: dict[str, Measure] = {
     "bandwidth": "bytes/s", "latency": "seconds", "efficiency": "number", "pair": "bytes/s",
 }  # fmt: skip
@@ -106,13 +106,13 @@ class ClusterReader:
             efficiency=(*efficiency, *inherited), edge=edge, attention=kernel, overlap=overlap,
         ))  # fmt: skip
 
-    def attention(self, data: Any, at: str, like: AttentionKernel | None) -> AttentionKernel:
+    def attention(self, data: Any, at: str, like: AttentionPrice | None) -> AttentionPrice:
         """How a device's attention departs from its efficiency; what is not said is as in `like`."""
-        before, base = len(self.faults), like or AttentionKernel()
+        before, base = len(self.faults), like or AttentionPrice()
         if not self.has_keys(data, at, ATTENTION_KEYS):
             return base
         numbers = {key: self.number(value, "number", f"{at}.{key}") for key, value in data.items()}
-        return self.build(at, before, base, lambda: AttentionKernel(**{**asdict(base), **numbers}))
+        return self.build(at, before, base, lambda: AttentionPrice(**{**asdict(base), **numbers}))
 
     def efficiency(self, data: Any, at: str) -> tuple[Efficiency, ...]:
         """For each kind of op a curve, or curves by dtype."""

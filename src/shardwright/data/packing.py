@@ -83,12 +83,12 @@ class Packing:
     def _of_vocabulary(self) -> str:
         return "" if self.vocab_size is None else f" of a vocabulary of {self.vocab_size}"
 
-    def pieces(self, document: Any, name: str) -> list[Piece]:
+    def chunks(self, document: Any, name: str) -> list[DocumentChunk]:
         """A document as it is packed: parts that fit into a sequence and have a label."""
         ids, labels = self._read(document, name)
         starts = range(0, len(ids), self.length) if self.long == "split" else range(1)
         parts = [slice(start, start + self.length) for start in starts]
-        return [Piece(ids=ids[part], labels=labels[part]) for part in parts if len(ids[part]) >= SHORTEST]
+        return [DocumentChunk(ids=ids[part], labels=labels[part]) for part in parts if len(ids[part]) >= SHORTEST]
 
     def _read(self, document: Any, name: str) -> tuple[Tensor, Tensor]:
         """Token ids and labels of a document, both as they stand in it."""
@@ -110,7 +110,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DocumentChunk:
     """A document, or the part of one, that is in one sequence."""
 
     ids: Tensor
@@ -150,27 +150,27 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             bins = pack(window, self.packing.length)
             if ended and self.packing.remainder == "drop":
                 bins = without_emptiest(bins, self.packing.length)
-            for pieces in bins[self._sequences :]:
+            for chunks in bins[self._sequences :]:
                 self._sequences += 1
-                yield sequence_of(pieces, self.packing)
+                yield sequence_of(chunks, self.packing)
             if ended:
                 break
             self._documents, self._source, self._sequences = self._documents + count, self._source_state(), 0
         self._documents, self._sequences, self._source = 0, 0, self._first
 
-    def _window(self, documents: Iterator[tuple[Any, str]]) -> tuple[list[Piece], int, bool]:
-        """The next pieces to pack, of how many documents they are, and whether these are the last."""
-        pieces: list[Piece] = []
+    def _window(self, documents: Iterator[tuple[Any, str]]) -> tuple[list[DocumentChunk], int, bool]:
+        """The next chunks to pack, of how many documents they are, and whether these are the last."""
+        chunks: list[DocumentChunk] = []
         tokens = count = 0
         while tokens < self.packing.window * self.packing.length:
             document = next(documents, None)
             if document is None:
-                return pieces, count, True
-            parts = self.packing.pieces(*document)
-            pieces += parts
-            tokens += sum(len(piece.ids) for piece in parts)
+                return chunks, count, True
+            parts = self.packing.chunks(*document)
+            chunks += parts
+            tokens += sum(len(chunk.ids) for chunk in parts)
             count += 1
-        return pieces, count, False
+        return chunks, count, False
 
     def _read(self) -> Iterator[tuple[Any, str]]:
         """The documents from the current window on, each with what it is called in errors."""
@@ -211,12 +211,12 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         return {"size": size, "shuffle": self.shuffle, "seed": self.seed, **settings}
 
 
-def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
-    """Pieces in as few sequences as best fit finds, longest first; sequences in the order of their first pieces."""
+def pack(chunks: Sequence[DocumentChunk], length: int) -> list[list[DocumentChunk]]:
+    """Chunks in as few sequences as best fit finds, longest first; sequences in the order of their first chunks."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for number in sorted(range(len(pieces)), key=lambda number: -len(pieces[number].ids)):
-        size = len(pieces[number].ids)
+    for number in sorted(range(len(chunks)), key=lambda number: -len(chunks[number].ids)):
+        size = len(chunks[number].ids)
         best = min((at for at, free in enumerate(room) if free >= size), key=room.__getitem__, default=None)
         if best is None:
             bins.append([number])
@@ -224,27 +224,27 @@ def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
         else:
             bins[best].append(number)
             room[best] -= size
-    return [[pieces[number] for number in sorted(numbers)] for numbers in sorted(bins, key=min)]
+    return [[chunks[number] for number in sorted(numbers)] for numbers in sorted(bins, key=min)]
 
 
-def without_emptiest(bins: list[list[Piece]], length: int) -> list[list[Piece]]:
+def without_emptiest(bins: list[list[DocumentChunk]], length: int) -> list[list[DocumentChunk]]:
     """All sequences but the one that has most padding; all of them if none has any."""
-    filled = [sum(len(piece.ids) for piece in pieces) for pieces in bins]
+    filled = [sum(len(chunk.ids) for chunk in chunks) for chunks in bins]
     if not bins or min(filled) == length:
         return bins
     emptiest = filled.index(min(filled))
     return bins[:emptiest] + bins[emptiest + 1 :]
 
 
-def sequence_of(pieces: Iterable[Piece], packing: Packing) -> dict[str, Tensor]:
-    """One sequence of these pieces, and padding as a document of its own."""
+def sequence_of(chunks: Iterable[DocumentChunk], packing: Packing) -> dict[str, Tensor]:
+    """One sequence of these chunks, and padding as a document of its own."""
     ids, labels, sizes = [], [], []
-    for piece in pieces:
+    for chunk in chunks:
         border = torch.tensor([IGNORED])
-        behind = piece.labels[1:]
-        ids.append(piece.ids)
+        behind = chunk.labels[1:]
+        ids.append(chunk.ids)
         labels.append(torch.cat([behind, border] if packing.shift_labels else [border, behind]))
-        sizes.append(len(piece.ids))
+        sizes.append(len(chunk.ids))
     padding = packing.length - sum(sizes)
     ids.append(torch.full((padding,), packing.pad_id))
     labels.append(torch.full((padding,), IGNORED))

@@ -3,7 +3,7 @@
 For each input backward makes a gradient in one of three ways: it passes the incoming one on
 (PASS: an add, a view), makes a tensor of the input's size (FRESH), or makes one that has no
 memory of its own (FREE: the gradient of a sum is one number, seen in a larger shape). Work
-is what an op allocates and lets go again before it is done, in bytes. Both are what the ops
+is what an op allocates and releases before it is done, in bytes. Both are what the ops
 of torch and of the runtime do on a CPU; kernels for other devices have less work, not more.
 """
 

@@ -64,9 +64,9 @@ def saved_quotient(call: LocalCall, signature: Signature, flat: Sequence[bool] |
 STRIDED = {"keeps_order": True, "strided": True}
 ADDED = {"saved": "", "passes": PASSED_ON, "work": stretched_work(), **STRIDED}
 define("add", rule={"Tensor": add, "Scalar": plain}, operator={"Tensor": "+", "Scalar": "+"},
-       canonical={"Tensor": drop_neutral(0)}, unsaid={"alpha": 1}, back="pass_same", **ADDED)  # fmt: skip
+       canonical={"Tensor": drop_neutral(0)}, defaults={"alpha": 1}, back="pass_same", **ADDED)  # fmt: skip
 define("sub", rule={"Tensor": add, "Scalar": plain}, operator={"Tensor": "-", "Scalar": "-"},
-       canonical={"Tensor": drop_neutral(0)}, unsaid={"alpha": 1}, back="pass_same fresh", **ADDED)  # fmt: skip
+       canonical={"Tensor": drop_neutral(0)}, defaults={"alpha": 1}, back="pass_same fresh", **ADDED)  # fmt: skip
 define("rsub", rule={"Tensor": reverse_subtract, "Scalar": plain}, back="fresh pass_same", **ADDED)
 define("mul", rule={"Tensor": multiply, "Scalar": linear_unary}, operator={"Tensor": "*", "Scalar": "*"},
        canonical={"Tensor": drop_neutral(1)}, saved=saved_product, work=stretched_work(), **STRIDED)  # fmt: skip

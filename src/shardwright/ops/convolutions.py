@@ -96,7 +96,7 @@ def reordered_work(call: LocalCall, signature: Signature, flat: Sequence[bool] |
 CONVOLUTION = {"kernel": Kernel.CONVOLUTION, "saved": "0 1", "work": reordered_work}
 STANDARD = {"canonical": canonical_convolution, "delays_weights": True, "prints": print_convolution, **CONVOLUTION}
 FORM = "(input, weight, bias, stride, padding, dilation, groups)"
-define("convolution", rule=convolution, folds_bias=True, reads=read_convolution, unsaid={"transposed": False},
+define("convolution", rule=convolution, folds_bias=True, reads=read_convolution, defaults={"transposed": False},
        leaves_out=leaves_out_padding, **STANDARD)  # fmt: skip
 define("conv1d", rule={"default padding": convolution}, folds_bias=True, dense=True, reads=f"F.conv1d{FORM}",
        **STANDARD)  # fmt: skip

@@ -161,7 +161,7 @@ def canonical_batch_norm(call: TracedCall) -> list[str]:
 
 
 def local_batch_norm(program: ProgramOnRank, op: Op) -> Op:
-    """In training always the runtime's: it gives the new statistics, and sums them where rows are split."""
+    """In training always the runtime's: it gives the new statistics, and sums them where samples are split."""
     training = op.argument("training", "no_training" not in op.target)
     if not training:
         return op
@@ -272,7 +272,7 @@ define("_native_batch_norm_legit_functional", rule=batch_norm, saved_extra=chann
 define("_native_batch_norm_legit", rule={"no_stats": batch_norm}, gradient="first", **BATCH)
 define("_native_batch_norm_legit_no_training", gradient="first")
 define("native_batch_norm", saved="0")
-define("runtime.batch_norm", prints=print_batch_norm, reads=read_batch_norm, unsaid={"training": True},
+define("runtime.batch_norm", prints=print_batch_norm, reads=read_batch_norm, defaults={"training": True},
        runs=run_batch_norm)  # fmt: skip
 define("group_norm", rule=group_norm, saved_extra=group_statistics, prints=function, **TWICE)
 define("native_group_norm", rule=native_group_norm, saved="0", saved_extra=group_statistics)

@@ -190,7 +190,7 @@ def local_split(program: ProgramOnRank, op: Op) -> Op:
     if all(shard.even(program.mesh.sizes[shard.axis]) for shard in program.layouts[op.inputs[0]].shards[dim]):
         return op.with_arguments(split_size=parts[0])
     arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, value) for key, value in op.arguments)
-    # an empty piece has no size to step by
+    # an empty shard has no size to step by
     return replace(op, target="aten.split_with_sizes.default", arguments=arguments)
 
 
@@ -298,16 +298,16 @@ PART = {"kernel": Kernel.PART, "saved": "", "result": "0"}
 """A view on some of the elements; backward fills the rest with zeros."""
 
 define("slice", rule={"Tensor": slice_}, canonical=canonical_slice, view=strides.sliced, write_back=write_slice,
-       localize=local_slice, prints=print_slice, reads=read_slice, unsaid={"start": 0, "step": 1},
+       localize=local_slice, prints=print_slice, reads=read_slice, defaults={"start": 0, "step": 1},
        leaves_out=lambda op, name, value: name == "end" and _is_open(value), chains=True, **PART)  # fmt: skip
 define("narrow", canonical=canonical_slice, view=strides.as_it_is, write_back=write_split, **PART)
 define("select", rule={"int": select}, view=strides.selected, write_back=write_select, prints=print_select,
-       reads=read_select, unsaid={"dim": 0}, chains=True, **PART)  # fmt: skip
+       reads=read_select, defaults={"dim": 0}, chains=True, **PART)  # fmt: skip
 define("unbind", rule={"int": unbind}, view=strides.selected, write_back=write_unbound, returns_list=True,
        prints=dims_method("unbind", "dim"), reads="x.unbind(dim)", chains=True, **PART)  # fmt: skip
 
 SPLIT = {"canonical": canonical_split, "view": strides.as_it_is, "returns_list": True, **PART}
-SECTIONS = {"localize": local_split, "write_back": write_split, "prints": print_split, "unsaid": {"dim": 0},
+SECTIONS = {"localize": local_split, "write_back": write_split, "prints": print_split, "defaults": {"dim": 0},
             "chains": True}  # fmt: skip
 define("split", rule={"Tensor": split}, reads="x.split(split_size, dim)", **SPLIT, **SECTIONS)
 define("split_with_sizes", rule=split, reads="x.split(split_sizes, dim)", **SPLIT, **SECTIONS)

@@ -15,7 +15,7 @@ from .printing import Printing, bracketed, function, functional, method
 from .spec import Kernel, OpSpec, Work, define
 
 PASSED_ON = Passes(results=0, gradients=0)
-"""A gradient that goes on as it is: no kernel; what was stretched is summed (see `cost/time.py`)."""
+"""A gradient that is passed on as it is: no kernel; what was stretched is summed (see `cost/time.py`)."""
 
 GRADIENT_ONLY = Passes(gradients=1)
 """Only the gradient is read: nothing was saved."""

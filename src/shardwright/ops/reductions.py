@@ -82,7 +82,7 @@ def trapezoid(call: OpCall) -> Rule:
 
 
 def canonical_sum(call: TracedCall) -> list[str]:
-    """No dims are all of them, said so."""
+    """No dims are all of them, written out."""
     if call.arguments.get("dim") in (None, ()) and call.input_info.shape:
         return call.emit(**{**call.arguments, "dim": tuple(range(len(call.input_info.shape)))})
     return call.keep()
@@ -129,7 +129,7 @@ def extreme_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | N
     return 0.0, 2.25 * call.inputs[0].bytes if len(call.outputs) < 2 else 0.0
 
 
-SUMMED = {"saved": "", "passes": GRADIENT_ONLY, "positional": 1, "unsaid": {"dim": ()}}
+SUMMED = {"saved": "", "passes": GRADIENT_ONLY, "positional": 1, "defaults": {"dim": ()}}
 define("sum", rule={"default dim_IntList": reduce_dims}, canonical={"dim_IntList": canonical_sum}, back="free",
        prints=print_reduction("sum"), reads="x.sum(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
 define("mean", rule={"default dim": reduce_dims}, localize=local_mean, prints=print_reduction("mean"),
@@ -161,7 +161,7 @@ SOFTMAX = {"kernel": Kernel.FUNCTION, "saved": "r"}
 define("softmax", rule={"int": along}, prints=functional("softmax", "self", "dim", options=("dtype",)),
        reads="F.softmax(self, dim, dtype)", positional=2, **SOFTMAX)  # fmt: skip
 define("_softmax", rule=along, prints=functional("softmax", "self", "dim"), reads="F.softmax(self, dim)",
-       unsaid={"half_to_float": False}, **SOFTMAX)  # fmt: skip
+       defaults={"half_to_float": False}, **SOFTMAX)  # fmt: skip
 define("log_softmax", rule={"int": along}, prints=functional("log_softmax", "self", "dim", options=("dtype",)),
        reads="F.log_softmax(self, dim, dtype)", positional=2, **SOFTMAX)  # fmt: skip
 define("_log_softmax", rule=along, **SOFTMAX)

@@ -1,7 +1,7 @@
 """What the compiler knows about an op: `OpSpec`, and the registry of all of them.
 
 An op is defined once, in the file of its family, with everything that any part of the compiler
-asks about it. What is not said has a default that is safe: an op without a rule runs replicated
+asks about it. What is not given has a default that is safe: an op without a rule runs replicated
 (or is probed), one of which nobody says what autograd saves saves all it can, and one without a
 printer is printed as `torch.ops`. So a new elementwise op is one line (`elementwise` of pointwise.py gives the rule):
 
@@ -9,7 +9,7 @@ printer is printed as `torch.ops`. So a new elementwise op is one line (`element
 
 Names are those of aten without their overload ("add"); ops of other libraries, the runtime's and
 the user's are named in full ("runtime.dropout"). What differs between the overloads of an op is
-said by overload: `rule={"Tensor": add, "Scalar": elementwise}`.
+given by overload: `rule={"Tensor": add, "Scalar": elementwise}`.
 
     capture/   canonical, write_back, dense, gradient, result
     rules/     rule, keyed
@@ -101,12 +101,12 @@ class OpSpec:
     prints, reads   its call in generated code, written and read back; one is never derived from the other
     positional      how many arguments of `reads` are given by position
     keywords        keywords of the call that the op has other names for
-    unsaid          values that an op and its line may say or leave out, the one without the other
+    defaults          values that an op and its line may say or leave out, the one without the other
     unprinted       arguments for the plan, which a line does not have
     expects         arguments of a line that are not those of the op
     leaves_out      whether a line may leave out an argument
     chains          a view that prints as a method of its input, so that several may stand in one line
-    state           for a reshard that is said with a state (`dst=R`): the keyword
+    state           for a reshard that takes a state (`dst=R`): the keyword
     returns_list    it returns a list, be it of one tensor
     kernel          what runs it; for an op that is not aten's, None says: a matmul if it has the arithmetic of one
     passes          how often it goes over its tensors
@@ -146,7 +146,7 @@ class OpSpec:
     reads: str | Reader | None = None
     positional: int | None = None
     keywords: Mapping[str, str] = field(default_factory=dict)
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     unprinted: tuple[str, ...] = ()
     expects: Callable[[Op, dict[str, Any], Mapping[str, str]], dict[str, Any]] | None = None
     leaves_out: Callable[[Op, str, Any], bool] | None = None

@@ -5,7 +5,7 @@
     until no bound is lower           than the best so far: the other meshes are pruned by their bound
 
 A solution comes with a lower bound over all meshes, so that the gap says how much could be left at most. What is left
-out of the search is said in the plan's notes: see `spaces` and `meshes`.
+out of the search is listed in the plan's notes: see `spaces` and `meshes`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _MeshSearch:
         options, limits = self.options, bind(constraints, self.analysis)
         return SearchContext(
             self.analysis, self.cluster, self.training, limits,
-            size=self.size, rows=options.data_only, recompute=options.recompute, like=like,
+            size=self.size, per_replica=options.data_only, recompute=options.recompute, like=like,
         )  # fmt: skip
 
     def late(self) -> bool:

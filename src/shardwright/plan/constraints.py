@@ -3,7 +3,7 @@
     - {axis: tp, size: 8, inside: node}                     the mesh has an axis tp (size and inside may be left out)
     - {axis: dp, splits: batch}                             and an axis dp that splits the batch and nothing else
     - {module: "model.layers.*.mlp.up", split: n, on: tp}   ops there that have the label n are split on it
-    - {class: LlamaRMSNorm, whole: true, on: tp}            ops there are not split on tp; without `on`, on no axis
+    - {class: LlamaRMSNorm, replicated: true, on: tp}            ops there are not split on tp; without `on`, on no axis
     - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
     - {memory: 70GiB}                                       memory limit of a device
     - {module: "model.layers.0", recompute: false}          not recomputed in backward (true: has to be)
@@ -234,7 +234,7 @@ _TARGET = ("module", "class", "op")
 _FIELDS = {
     "axis": ("size", "inside", "splits"),
     "split": (*_TARGET, "on"),
-    "whole": (*_TARGET, "on"),
+    "replicated": (*_TARGET, "on"),
     "together": _TARGET,
     "memory": (),
     "recompute": ("module", "class"),
@@ -260,6 +260,9 @@ class _Reader:
             self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
             return None
         source = ConstraintSource(text=_shown(data), where=where)
+        if "whole" in data:
+            self.faults.append(f"{source}: whole is called replicated now; write replicated: true")
+            return None
         verbs = [key for key in data if key in _FIELDS]
         if len(verbs) != 1:
             request = f"asks for {' and '.join(verbs)}" if verbs else "asks for nothing"
@@ -269,7 +272,7 @@ class _Reader:
         strange = [str(key) for key in data if key != verb and key not in _FIELDS[verb]]
         if strange:
             fields = ", ".join(_FIELDS[verb]) or "nothing"
-            self.faults.append(f"{source}: {', '.join(strange)} can't be said with {verb}, only {fields}")
+            self.faults.append(f"{source}: {', '.join(strange)} can't be combined with {verb}, only {fields}")
         before = len(self.faults)
         read = getattr(self, f"_{verb}")
         constraint: Constraint | None = read(data, source)
@@ -292,14 +295,14 @@ class _Reader:
             target=self._target(data, source), label=str(data["split"]), on=self._on(data, source), source=source
         )
 
-    def _whole(self, data: Mapping[str, Any], source: ConstraintSource) -> ReplicateConstraint:
-        self._is_one_of(data, "whole", [True], source)
+    def _replicated(self, data: Mapping[str, Any], source: ConstraintSource) -> ReplicateConstraint:
+        self._is_one_of(data, "replicated", [True], source)
         return ReplicateConstraint(target=self._target(data, source), on=self._on(data, source), source=source)
 
     def _together(self, data: Mapping[str, Any], source: ConstraintSource) -> SameSplitConstraint:
         self._is_one_of(data, "together", [True], source)
         if "module" not in data and "class" not in data:
-            self.faults.append(f"{source}: together is said of modules; name them by module or class")
+            self.faults.append(f"{source}: together is for modules; name them by module or class")
         return SameSplitConstraint(target=self._target(data, source), source=source)
 
     def _memory(self, data: Mapping[str, Any], source: ConstraintSource) -> MemoryConstraint:

@@ -24,7 +24,7 @@ from ..cost import TrainingSetup
 from ..errors import PlanError
 from ..formats import read_json
 from ..ir import Graph
-from .file import load, validate
+from .file import load, validated
 from .plan import Plan
 from .search_options import SearchOptions
 from .strings import PolicyRequest, parse_plan_string
@@ -57,8 +57,7 @@ class PlanFile:
     @cached_property
     def data(self) -> Mapping[str, Any]:
         """The file, as far as it can be checked without a graph."""
-        data: Mapping[str, Any] = read_json(self.path, PlanError)
-        validate(data, self.path)
+        data: Mapping[str, Any] = validated(read_json(self.path, PlanError), self.path)
         return data
 
     @property

@@ -50,7 +50,7 @@ _FOR = record(
     {
         "cluster": text(), "batch": either(_count, nothing()), "optimizer": text(),
         "compute": either(text(), nothing()), "reduce": either(text(), nothing()), "accumulate": integer(1),
-        "rows": listing(_AXIS), "outputs": text(),
+        "replica_axes": listing(_AXIS), "outputs": text(),
     },
     {"masters": boolean(), "precision": text()},
     others=True,
@@ -69,7 +69,7 @@ _AXIS_USE = record(
 _SENT = record(
     {
         "when": text(), "collective": text(), "axes": listing(_AXIS), "count": number(), "seconds": _seconds,
-        "hidden": _seconds, "beside": boolean(),
+        "hidden": _seconds, "overlapped": boolean(),
     },
     others=True,
 )  # fmt: skip
@@ -79,8 +79,8 @@ _MESH_TRIED = either(
     record({**_TRIED, "outcome": literal("chosen", "bounded", "does not fit", "not solved")}, {"memory": _bytes}),
     record({**_TRIED, "outcome": literal("slower"), "seconds": _seconds}),
 )
-_RUNNER_UP = record({"said": text(), "seconds": _seconds}, others=True)
-_PIPELINES = record({"best": either(_RUNNER_UP, nothing()), "looked": _count, "left": _count}, others=True)
+_RUNNER_UP = record({"text": text(), "seconds": _seconds}, others=True)
+_PIPELINES = record({"best": either(_RUNNER_UP, nothing()), "tried": _count, "pruned": _count}, others=True)
 _PREDICTED_STAGE = record(
     {
         "devices": text(), "mesh": text(), "layers": listing(text()), "recompute": _count, "forward": _seconds,
@@ -92,12 +92,12 @@ _PIPELINE = record(
     {
         "bubble": number(), "balance": number(), "stages": listing(_PREDICTED_STAGE, most=4096, least=1),
         "flat": either(record({"mesh": text(), "seconds": _seconds}, others=True), nothing()),
-        "others": listing(_RUNNER_UP), "looked": _count, "left": _count,
+        "others": listing(_RUNNER_UP), "tried": _count, "pruned": _count,
     },
     others=True,
 )  # fmt: skip
 _TIMES = {
-    "for": _FOR, "seconds": number(low=1e-12), "compute": _seconds, "waited": _seconds, "exposed": _seconds,
+    "for": _FOR, "seconds": number(low=1e-12), "compute": _seconds, "blocking": _seconds, "exposed": _seconds,
     "update": _seconds, "stored": mapping(_bytes), "memory": _MEMORY, "limit": number(low=1),
     "at": record({"phase": text(), "op": text()}, others=True),
 }  # fmt: skip
@@ -122,6 +122,26 @@ _PLAN = record(
     },
     {"schedule": text(longest=200), "steps": _STEPS, "local": boolean()},
 )  # fmt: skip
+
+
+RENAMED = {
+    "rows": "replica_axes", "looked": "tried", "left": "pruned", "said": "text", "waited": "blocking",
+    "beside": "overlapped",
+}  # fmt: skip
+"""Keys of predictions in files of version 1, which differs in nothing else."""
+
+
+def upgraded(data: Any) -> Any:
+    """A plan file of version 1 as one of this version; anything else as it is."""
+    if not isinstance(data, dict) or type(data.get("version")) is not int or data["version"] != 1:
+        return data
+    return {**data, "version": VERSION, "predicted": _renamed(data.get("predicted"))}
+
+
+def _renamed(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {RENAMED.get(key, key): _renamed(value) for key, value in item.items()}
+    return [_renamed(each) for each in item] if isinstance(item, list) else item
 
 
 def plan_faults(data: Any) -> Faults:

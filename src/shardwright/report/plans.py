@@ -7,13 +7,12 @@ from pathlib import Path
 from ..errors import PlanError
 from ..formats import read_json
 from ..plan import Plan, PlanStage
-from ..plan.file import mesh_of, read_storage, validate
+from ..plan.file import mesh_of, read_storage, validated
 
 
 def read_plan(path: str | Path) -> Plan:
     """A plan as it is in the file, with starred names: to show, not to lower."""
-    data = read_json(path, PlanError)
-    validate(data, path)
+    data = validated(read_json(path, PlanError), path)
     entries = {
         entry: tuple(
             PlanStage(
@@ -21,9 +20,9 @@ def read_plan(path: str | Path) -> Plan:
                 choices={name: {} for name in stage.get("ops", ())} | stage["choices"],
                 recompute=tuple(stage["recompute"]),
             )
-            for stage in segments
+            for stage in stages
         )
-        for entry, segments in data["entries"].items()
+        for entry, stages in data["entries"].items()
     }
     if not entries:
         raise PlanError(f"{path} has no entries, so it decides nothing")

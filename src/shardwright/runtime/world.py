@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwright.errors import LayoutError, RankError
 from shardwright.layout import Mesh
 
+from .agent import end_with_agent
 from .attempt import agree_on_attempt
 from .slurm import joined_by_srun
 
@@ -45,6 +46,7 @@ class World:
 
 def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
     """Join the other ranks if torchrun or srun started any, and say who this rank is. May be called again."""
+    end_with_agent()
     if not dist.is_initialized():
         os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -250,7 +250,7 @@ def _accepted(message: str, route: Route, known: Keys) -> Sequence[str]:
 
 
 def _mistyped(message: str, route: Route) -> str:
-    """A value of a wrong type, in one line; anything else as it was said."""
+    """A value of a wrong type, in one line; anything else as it was given."""
     keys = list(_KEY.finditer(message))
     tail = message[keys[-1].end() :] if keys else message
     got = _GOT.search(tail)

@@ -66,7 +66,7 @@ class Checkpoints:
     keep_last     how many of the newest are kept; None: all
     keep_best     how many of the best by `metric` are kept beside those; a new best is saved when it is found
     metric, mode  what "best" means: the smallest ("min") or the largest ("max")
-    background    go on training while one is written
+    background    continue training while one is written
     """
 
     every: int | None = None

@@ -68,7 +68,7 @@ def _ends_line(steps: Sequence[DraftOp], index: int) -> bool:
 
 
 def _assigned(steps: Sequence[DraftOp], index: int) -> tuple[str, ...]:
-    """What the line that a step ends assigns to. A line that returns goes on in the line that called it."""
+    """What the line that a step ends assigns to. A line that returns continues in the line that called it."""
     here = steps[index].place
     assert here.source is not None
     lines = (*here.callers, here.source)

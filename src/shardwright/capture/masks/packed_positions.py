@@ -1,6 +1,6 @@
-"""Packed documents that are told by their positions, which start anew with each of them.
+"""Packed documents that are known by their positions, which start anew with each of them.
 
-Document ids that count the places where positions don't go on by one,
+Document ids that count the places where positions don't increase by one,
 
     d = (positions.diff(prepend=...) != 1).cumsum(-1)
 
@@ -40,7 +40,7 @@ def by_places(predicate: Predicate, meanings: Meanings) -> Predicate:
 
 
 def _positions(documents: str, meanings: Meanings) -> Element | None:
-    """What goes on by one from a place to the next as long as ids stay the same; None if there is no such value."""
+    """What increases by one from a place to the next as long as ids stay the same; None if there is no such value."""
     value = _counted_breaks(documents, meanings.values.producers, meanings.builder.infos)
     meaning = None if value is None else meanings.of(value)
     return meaning if isinstance(meaning, Element) and not meaning.plus else None

@@ -34,7 +34,7 @@ from .structure import NEVER, NotStructured, hides_with_a_number, rows_of, struc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMask:
-    """A mask that an attention op goes on to read, and what it means or why that is not known."""
+    """A mask that an attention op still reads, and what it means or why that is not known."""
 
     value: str
     reason: str = ""
@@ -135,7 +135,7 @@ def dense_mask_notes(masks: Iterable[DenseMask], names: Mapping[str, str], infos
 
 
 def _structure(meanings: Meanings, step: DraftOp, data: MaskData) -> DenseMask | None:
-    """Structure one attention op; the mask, if it goes on to read one."""
+    """Structure one attention op; the mask, if it still reads one."""
     mask, shape = step.arguments.get("attn_mask"), _scores(meanings, step)
     if not isinstance(mask, ValueRef):
         step.mask = MaskStructure(after=0) if step.arguments.get("is_causal") else MaskStructure()

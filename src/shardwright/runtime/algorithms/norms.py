@@ -121,7 +121,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _gradient_of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The same made of ops that have a gradient, for `create_graph`: mean and variance are taken again, of all rows."""
+    """The same of ops that have a gradient, for `create_graph`: mean and variance are taken anew, of all samples."""
     x, weight, values, _, _ = ctx.saved_tensors
     dims, dy, wide = _not_channels(x), _wide(gradient), _wide(x)
 

@@ -57,7 +57,7 @@ class Submodule:
         return self._path
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):  # by number: a segment holds some of the layers only
+        if isinstance(key, slice):  # by number: a stage holds some of the layers only
             return [self.__dict__[str(number)] for number in range(key.start or 0, key.stop, key.step or 1)]
         return self.__dict__[str(key)]
 
@@ -190,7 +190,7 @@ class Program:
     def region(self) -> Iterator[None]:
         """Around a recompute region. In forward it uses what is open already; in backward it opens all it needs.
 
-        What it opens it lets go at its end, which in backward may be sooner than its text says: torch stops it once
+        What it opens it releases at its end, which in backward may be sooner than its text says: torch stops it once
         everything that was asked for is there.
         """
         opened, lent, recomputing = self._opened, self._lent, self._recomputing
@@ -208,7 +208,7 @@ class Program:
     ) -> Any:
         """Call a part of the user's model that stays as it is, with the parameters and buffers of this program.
 
-        All ranks draw the same random numbers in it, unless its rows are split over a group.
+        All ranks draw the same random numbers in it, unless its samples are split over a group.
         """
         part = self.parts[key]
         passed = state or {}
@@ -220,7 +220,7 @@ class Program:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def experts(
-        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, sharding: Shard,
+        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, expert_axes: Group, sharding: Shard,
         state: Mapping[str, Tensor] | None = None, over: Group | None = None,
     ) -> Any:  # fmt: skip
         """Call a layer of experts of which every rank of a group has some: tokens go to where their experts are."""
@@ -229,7 +229,7 @@ class Program:
             output: Tensor = self.opaque(key, tokens, numbers, shares, state=state, over=over)
             return output
 
-        return experts(layer, hidden, index, weights, home, sharding)
+        return experts(layer, hidden, index, weights, expert_axes, sharding)
 
     def at_key(self, key: str) -> Tensor:
         """The tensor that was placed under a key."""
@@ -308,7 +308,7 @@ def shown(original: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The modules of the original, as what they are and with their attributes, holding other tensors.
 
     Names, classes, `training` and state dicts stay what they were. Only calling a part on its own is
-    refused: it would compute with pieces as if they were whole.
+    refused: it would compute with shards as if they were whole.
     """
     memo: dict[int, nn.Module] = {}
     root = _shown(original, "the model", memo)
@@ -345,6 +345,6 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     if method is not None:
         method.touch(f"calls {name}")
     raise InputError(
-        f"{name} is a part of a parallelized model and holds pieces: it can't be called on its own; call the whole "
+        f"{name} is a part of a parallelized model and holds shards: it can't be called on its own; call the whole "
         f"model or a method of it that calls the part, or parallelize the part by itself"
     )

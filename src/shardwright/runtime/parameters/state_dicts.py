@@ -1,4 +1,4 @@
-"""State dicts with the original keys, whose values are pieces that know where they belong.
+"""State dicts with the original keys, whose values are shards that know where they belong.
 
 Values are plain tensors where they are replicated on every rank, and shards where they are not (`state_values`).
 Optimizer state goes the same way, under the keys of the parameters it belongs to.
@@ -33,7 +33,7 @@ def state_dict(
     buffers: Mapping[str, Tensor],
     groups: Groups,
 ) -> dict[str, Tensor]:
-    """Every key of the original model that is here, with this rank's piece; buffers whole. Shares the model's memory.
+    """Every key of the original model that is here, with this rank's shard; buffers whole. Shares the model's memory.
 
     Of a parameter with a float32 master it is the master: what is saved in one precision is loaded in another.
     """
@@ -52,7 +52,7 @@ def full_state_dict(
     buffers: Mapping[str, Tensor],
     groups: Groups,
     rank: int | None = None,
-    pp_ranks: Seats = (),
+    pp_ranks: PipelineRankSpecs = (),
 ) -> dict[str, Tensor]:
     """Whole tensors under the original keys, on every rank or only on `rank`. All ranks must call it."""
     values: dict[str, Tensor] = {}
@@ -73,11 +73,11 @@ def full_state_dict(
     return {**values, **{key: buffer.detach().clone() for key, buffer in buffers.items()}} if keep else {}
 
 
-Seats = Sequence[tuple[Mesh, Sequence[ParameterSpec]]]
+PipelineRankSpecs = Sequence[tuple[Mesh, Sequence[ParameterSpec]]]
 """For each mesh of a pipeline what its ranks hold; () if there is one mesh."""
 
 
-def spread_out(values: Mapping[str, Tensor | None], pp_ranks: Seats) -> dict[str, Tensor | None]:
+def spread_out(values: Mapping[str, Tensor | None], pp_ranks: PipelineRankSpecs) -> dict[str, Tensor | None]:
     """Whole tensors by first key, on all ranks, from the first mesh that holds each. All ranks must call it."""
     if len(pp_ranks) < 2:
         return dict(values)
@@ -109,7 +109,7 @@ def load_state(
     strict: bool = True,
     elsewhere: Iterable[str] = (),
 ) -> Any:
-    """Load whole tensors (each rank cuts its piece) or pieces: of the same layout as they are, else by gathering.
+    """Load whole tensors (each rank takes its shard) or shards: of the same layout as they are, else by gathering.
 
     Returns what `nn.Module.load_state_dict` returns: the missing and the unexpected keys.
     """
@@ -148,7 +148,7 @@ def _wrapped_keys(unexpected: Sequence[str]) -> str:
 
 
 def loaded_state(state: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
-    """A parameter's state, of whole tensors or pieces, as it is kept here: cut as the leaf is, with its own memory."""
+    """A parameter's state, of whole tensors or shards, as stored here: sharded like the leaf, with its own memory."""
     if not isinstance(leaf, ShardedParameter) or leaf.groups is None:
         return {key: _own(value) for key, value in state.items()}
     spec, groups = leaf.spec, leaf.groups
@@ -160,16 +160,16 @@ def loaded_state(state: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
 
 
 def name_of(leaf: Any) -> str:
-    """The key of what an optimizer updates, in the user's module: of a piece, or of a parameter beside the parts."""
+    """The key of what an optimizer updates, in the user's module: of a shard, or of a parameter beside the parts."""
     if isinstance(leaf, ShardedParameter) and leaf.groups is not None:
         return (leaf if leaf.owner is None else leaf.owner).prefix + leaf.spec.name
     if not hasattr(leaf, "key"):
-        raise LayoutError("the optimizer holds a parameter that is no piece of the model; save its state yourself")
+        raise LayoutError("the optimizer holds a parameter that is no shard of the model; save its state yourself")
     return str(leaf.key)
 
 
 def state_value(leaf: Any, name: str, value: Any) -> Any:
-    """A value of an optimizer's state, as a piece if it is one of those with the parameter's shape."""
+    """A value of an optimizer's state, as a shard if it is one of those with the parameter's shape."""
     if not isinstance(value, Tensor) or not isinstance(leaf, ShardedParameter):
         return value
     sharding = (
