@@ -99,7 +99,7 @@ def test_a_plan_file_read_without_its_model_will_do(large, auto, tmp_path):
 
 def test_the_table_marks_what_is_planned(large, auto):
     (line,) = [line for line in str(explain(auto, large[2], op=OP)).splitlines() if line.startswith("*  ")]
-    assert f"{1e3 * auto.predicted['train']['seconds']:.3g}"[:3] in line
+    assert f"{1e3 * auto.predicted['train']['seconds']:.2f} ms" in line
     assert "%" not in line
 
 
