@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import shardwright as sw
-from shardwright.cluster import AttentionKernel, Efficiency, NodeGroup, parse, save
+from shardwright.cluster import AttentionProfile, Efficiency, NodeGroup, parse, save
 from shardwright.cluster.catalogue import FLASH_2
 from shardwright.cluster.curve import Curve
 from shardwright.plan import Plan
@@ -26,7 +26,7 @@ OUTPUTS = sw.CompileOptions(outputs="scalars")
 MEMORY = "200GiB"
 """More than the devices have: the time of a pipeline is asked for, also where ours would not fit."""
 
-TRITON = AttentionKernel()
+TRITON = AttentionProfile()
 """Flash attention 1, in Triton."""
 
 OLDER_KERNELS = {
@@ -97,7 +97,7 @@ def cluster(row: Row) -> str | Path:
 
 
 @cache
-def cluster_file(name: str, kernel: AttentionKernel, efficiency: float, bandwidth: float | None) -> Path:
+def cluster_file(name: str, kernel: AttentionProfile, efficiency: float, bandwidth: float | None) -> Path:
     """A cluster of the catalogue, but with this attention, and maybe with another memory."""
     known = parse(name)
     (group,) = known.groups

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwright.cluster import (
     COLLECTIVES,
     KINDS,
-    AttentionKernel,
+    AttentionProfile,
     Cluster,
     Curve,
     Device,
@@ -41,10 +41,10 @@ def devices(draw, name):
             efficiency.append(Efficiency(kind=kind, dtype=dtype, curve=draw(curves)))
     flops = (("float32", draw(numbers)), ("bfloat16", draw(numbers)))
     memory = draw(st.integers(1, 2**40))
-    kernel = AttentionKernel(short=draw(numbers), causal=draw(parts), backward=draw(parts), masked=draw(numbers))
+    kernel = AttentionProfile(short=draw(numbers), causal=draw(parts), backward=draw(parts), masked=draw(numbers))
     return Device(
         name=name, flops=flops, memory=memory, bandwidth=draw(numbers), efficiency=tuple(efficiency),
-        attention=draw(st.sampled_from([AttentionKernel(), kernel])), overlap=draw(parts),
+        attention=draw(st.sampled_from([AttentionProfile(), kernel])), overlap=draw(parts),
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS
 from .cluster import Cluster
 from .curve import Curve
-from .device import USUAL_OVERLAP, AttentionKernel, Device
+from .device import USUAL_OVERLAP, AttentionProfile, Device
 from .link import Link
 from .name import parse
 from .schema import VERSION, ClusterReader, largest_node
@@ -151,7 +151,7 @@ def _device(device: Device) -> dict[str, Any]:
     }
     if device.edge:
         data["edge"] = quantity.write(device.edge, "number")
-    usual = asdict(AttentionKernel())
+    usual = asdict(AttentionProfile())
     kernel = {key: value for key, value in asdict(device.attention).items() if value != usual[key]}
     if kernel:
         data["attention"] = kernel

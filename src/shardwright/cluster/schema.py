@@ -17,7 +17,7 @@ from .catalogue import DEVICES, LINKS, USUAL, unknown
 from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, MeasuredCollective
 from .curve import Curve
-from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionKernel, Device, Efficiency
+from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionProfile, Device, Efficiency
 from .link import Link
 from .quantity import Measure
 
@@ -28,7 +28,7 @@ CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "betwe
                 "measured")  # fmt: skip
 DEVICE_KEYS = ("flops", "memory", "bandwidth", "efficiency")
 OPTIONAL_DEVICE_KEYS = ("edge", "attention", "overlap")
-ATTENTION_KEYS = tuple(field.name for field in fields(AttentionKernel))
+ATTENTION_KEYS = tuple(field.name for field in fields(AttentionProfile))
 LINK_KEYS: dict[str, Measure] = {
     "bandwidth": "bytes/s", "latency": "seconds", "efficiency": "number", "pair": "bytes/s",
 }  # fmt: skip
@@ -104,13 +104,13 @@ class ClusterReader:
             efficiency=(*efficiency, *inherited), edge=edge, attention=kernel, overlap=overlap,
         ))  # fmt: skip
 
-    def attention(self, data: Any, at: str, like: AttentionKernel | None) -> AttentionKernel:
+    def attention(self, data: Any, at: str, like: AttentionProfile | None) -> AttentionProfile:
         """How a device's attention departs from its efficiency; what is not said is as in `like`."""
-        before, base = len(self.faults), like or AttentionKernel()
+        before, base = len(self.faults), like or AttentionProfile()
         if not self.has_keys(data, at, ATTENTION_KEYS):
             return base
         numbers = {key: self.number(value, "number", f"{at}.{key}") for key, value in data.items()}
-        return self.build(at, before, base, lambda: AttentionKernel(**{**asdict(base), **numbers}))
+        return self.build(at, before, base, lambda: AttentionProfile(**{**asdict(base), **numbers}))
 
     def efficiency(self, data: Any, at: str) -> tuple[Efficiency, ...]:
         """For each kind of op a curve, or curves by dtype."""

@@ -3,7 +3,7 @@
     product      flops / (peak x what a product of this size and shape reaches), or its bytes if they take longer;
                  backward one such product for each input that has a gradient
     attention    the same with the efficiency of fused attention, as its kernel has it for short sequences, masks and
-                 backward (`AttentionKernel`), which is 5 products where forward has 2
+                 backward (`AttentionProfile`), which is 5 products where forward has 2
     the rest     bytes / (bandwidth x what kernels reach), bytes being passes over inputs and outputs (`OpSpec.passes`)
     views        nothing, except for what their backward must write
 
