@@ -90,12 +90,12 @@ def _options() -> Any:
 
 
 def _say(row: Row, done: int, all_: int, seconds: float) -> None:
-    said = row.reason or row.tp_reason or ("" if row.captured else "built")
+    message = row.reason or row.tp_reason or ("" if row.captured else "built")
     stages = (row.built, row.captured, row.dp, row.tp)
     marks = "".join(mark if held else "-" for mark, held in zip("bcdt", stages, strict=True))
     labels = "labels" if row.labels else ""
     print(f"{done:4}/{all_} {seconds:6.0f} s  {marks} {row.split:4.0%} {row.seconds:5.1f} s  "
-          f"{row.model_type:28} {labels:6} {said[:150]}", file=sys.stderr, flush=True)  # fmt: skip
+          f"{row.model_type:28} {labels:6} {message[:150]}", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _sorted(found: Iterable[Row]) -> list[Row]:

@@ -22,13 +22,13 @@ def ours(plan: str) -> Callable[[Workload], Contender]:
 
 def silent_tp(work: Workload) -> Contender:
     """Tensor parallelism that leaves its sums out, and so computes something else: how fast it could be at most."""
-    talking, whole = process_group.all_reduce, ours("tp=2")(work)
+    communicating, whole = process_group.all_reduce, ours("tp=2")(work)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         process_group.all_reduce = lambda *given: process_group.DONE  # type: ignore[assignment]
         try:
             return whole.step(x, y)
         finally:
-            process_group.all_reduce = talking
+            process_group.all_reduce = communicating
 
     return Contender(name="tp=2, silent", step=step, is_whole=False)

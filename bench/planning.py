@@ -203,14 +203,14 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     plan = make_plan(graph, analysis, request, cluster.size)
     took, busy = time.monotonic() - middle, time.process_time() - processor
     flat = seconds_flat(graph, analyse(graph, probing(captured.functions)), request, cluster.size)
-    said = plan.predicted["train"]
+    message = plan.predicted["train"]
     count = sum(parameter.numel() for parameter in module.parameters())
     work = 3 * sum(flops(analysis.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
-    rate = work / said["seconds"] / cluster.size / 1e12
+    rate = work / message["seconds"] / cluster.size / 1e12
     coloured = [f"[{'green' if seconds <= case.limit else 'red'}]{seconds:.1f}" for seconds in (flat, took)]
     return (
         name, f"{count / 1e9:.1f} B", case.cluster, f"{middle - began:.1f}", *coloured, f"{busy:.1f}",
-        f"{case.limit:.0f}", in_words(plan), f"{said['seconds']:.3g}", f"{rate:.0f}",
+        f"{case.limit:.0f}", in_words(plan), f"{message['seconds']:.3g}", f"{rate:.0f}",
     )  # fmt: skip
 
 
@@ -226,8 +226,8 @@ def seconds_flat(graph: Graph, analysis: Analysis, request: PlanRequest, size: i
 def in_words(plan: Plan) -> str:
     if not plan.is_pipeline:
         return str(plan.mesh)
-    pp_ranks = len({segment.mesh.devices for segment in plan.segments})
-    meshes = " | ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
+    pp_ranks = len({stage.mesh.devices for stage in plan.stages})
+    meshes = " | ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
     return f"pp={pp_ranks} x {meshes}, {plan.microbatches} microbatches, {plan.schedule}"
 
 

@@ -213,22 +213,22 @@ def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str],
         for name in names:
             job = JOBS[name]
             plans, predicted = {}, {}
-            for wish in (*PLANS[ranks], "auto"):
-                plan = sw.plan(job.model(), example=job.batches(1)[0], plan=wish, cluster=path)
-                file = Path(folder) / f"{name}-{wish}.json"
+            for request in (*PLANS[ranks], "auto"):
+                plan = sw.plan(job.model(), example=job.batches(1)[0], plan=request, cluster=path)
+                file = Path(folder) / f"{name}-{request}.json"
                 plan.save(file)
-                plans[wish], predicted[wish] = str(file), plan.predicted["train"]["seconds"]
+                plans[request], predicted[request] = str(file), plan.predicted["train"]["seconds"]
             measured = measure(name, ranks, plans, rounds, steps)
             drift = median(measured.pop(SPEED)) / then
             console.print(f"  the machine takes {drift:.2f} of the time that it took when it was calibrated")
-            for wish, times in measured.items():
-                predicted[wish] *= drift
+            for request, times in measured.items():
+                predicted[request] *= drift
                 low, _, high = quantiles(times, n=4)
                 found.append(
-                    Run(job=name, ranks=ranks, plan=wish, predicted=predicted[wish], measured=median(times),
+                    Run(job=name, ranks=ranks, plan=request, predicted=predicted[request], measured=median(times),
                         spread=(high - low) / median(times))
                 )  # fmt: skip
-                console.print(f"  {name} on {ranks}, {wish}: predicted {1e3 * predicted[wish]:.1f} ms, "
+                console.print(f"  {name} on {ranks}, {request}: predicted {1e3 * predicted[request]:.1f} ms, "
                               f"measured {1e3 * median(times):.1f} ms")  # fmt: skip
     return found
 

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import shardwright as sw
-from shardwright.cluster import AttentionProfile, Efficiency, NodeGroup, parse, save
+from shardwright.cluster import AttentionPrice, Efficiency, NodeGroup, parse, save
 from shardwright.cluster.catalogue import FLASH_2
 from shardwright.cluster.curve import Curve
 from shardwright.plan import Plan
@@ -26,7 +26,7 @@ OUTPUTS = sw.CompileOptions(outputs="scalars")
 MEMORY = "200GiB"
 """More than the devices have: the time of a pipeline is asked for, also where ours would not fit."""
 
-TRITON = AttentionProfile()
+TRITON = AttentionPrice()
 """Flash attention 1, in Triton."""
 
 OLDER_KERNELS = {
@@ -62,8 +62,8 @@ def _flat(row: Row) -> Plan:
     plan = sw.plan(model, example=example, plan=plan_string(row), **asked)
     if row.recompute in ("none", "full"):
         return plan
-    (segment,) = plan.entries["train"]
-    again = replace(segment, recompute=recomputed_modules(row, model))
+    (stage,) = plan.entries["train"]
+    again = replace(stage, recompute=recomputed_modules(row, model))
     return sw.plan(model, example=example, plan=replace(plan, entries={"train": (again,)}), **asked)
 
 
@@ -97,7 +97,7 @@ def cluster(row: Row) -> str | Path:
 
 
 @cache
-def cluster_file(name: str, kernel: AttentionProfile, efficiency: float, bandwidth: float | None) -> Path:
+def cluster_file(name: str, kernel: AttentionPrice, efficiency: float, bandwidth: float | None) -> Path:
     """A cluster of the catalogue, but with this attention, and maybe with another memory."""
     known = parse(name)
     (group,) = known.groups

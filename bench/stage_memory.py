@@ -47,10 +47,10 @@ def measure_here(rank: int, name: str, path: str) -> Measured:
 def rows(case: Case) -> list[tuple[str, ...]]:
     name, ranks, *_ = case
     plan = plan_of(case)
-    said = plan.predicted["train"]["pipeline"]["stages"]
+    message = plan.predicted["train"]["pipeline"]["stages"]
     by_rank = {}
-    for segment, stage in zip(plan.segments, said, strict=True):
-        by_rank |= dict.fromkeys(segment.mesh.devices, stage["memory"])
+    for planned, stage in zip(plan.stages, message, strict=True):
+        by_rank |= dict.fromkeys(planned.mesh.devices, stage["memory"])
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         plan.save(file.name)
         found: list[Measured] = run_processes(ranks, measure_here, name, file.name, timeout=300.0)

@@ -57,9 +57,9 @@ def merge_lora(model: nn.Module) -> None:
         model.load_state_dict({f"{path}.weight": weight + up @ down * (16 / up.shape[1])}, strict=False)
 
 
-def whole(piece: Tensor) -> Tensor:
-    """All of a tensor, of which this rank may hold a piece. The ranks that hold the others call it too."""
-    return piece.full_tensor() if hasattr(piece, "full_tensor") else piece
+def whole(shard: Tensor) -> Tensor:
+    """All of a tensor, of which this rank may hold a shard. The ranks that hold the others call it too."""
+    return shard.full_tensor() if hasattr(shard, "full_tensor") else shard
 
 
 def batches(text: Characters, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -108,12 +108,12 @@ def main(argv: list[str] | None = None) -> tuple[list[float], str]:
 
 
 def written_by(folder: Path, text: Characters) -> str:
-    """Open what was exported as anybody would, and let it go on from a few characters."""
+    """Open what was exported as anybody would, and let it continue a few characters."""
     tuned = AutoModelForCausalLM.from_pretrained(folder)
     made = tuned.generate(text.tokens[None, :16], max_new_tokens=48, do_sample=False, pad_token_id=0)
-    said = text.decode(made[0])
-    print(f"{folder} writes: {said!r}")
-    return said
+    message = text.decode(made[0])
+    print(f"{folder} writes: {message!r}")
+    return message
 
 
 def small_model(folder: Path, vocab: int, rank: int) -> Path:

@@ -3,7 +3,7 @@
     python examples/lightning_gpt.py --devices 2 --plan tp=2
     torchrun --standalone --nproc-per-node=2 examples/lightning_gpt.py --devices 2 --plan dp=2
 
-The checkpoint of the run is a folder that a run under another plan can go on from (--resume).
+The checkpoint of the run is a folder that a run under another plan can resume from (--resume).
 """
 
 import argparse
@@ -46,7 +46,7 @@ class LitGPT(LightningModule):
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of the text, each with the same one character ahead."""
+    """Shards of the text, each with the same one character ahead."""
 
     def __init__(self, tokens: Tensor, seq: int) -> None:
         self.tokens, self.seq = tokens, seq
@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.fit(LitGPT(len(text.alphabet), args.seq), train, val, ckpt_path=args.resume)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
-        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-        print(f"after {trainer.global_step} steps: {said}")
+        message = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        print(f"after {trainer.global_step} steps: {message}")
     return found
 
 
@@ -90,7 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="runs/lightning_gpt")
-    parser.add_argument("--resume", help="a checkpoint to go on from")
+    parser.add_argument("--resume", help="a checkpoint to resume from")
     parser.add_argument("--code", default=".shardwright", help="where generated code goes")
     parser.add_argument("--bar", action="store_true", help="show a progress bar")
     return parser.parse_args(argv)

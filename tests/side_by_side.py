@@ -65,10 +65,10 @@ class Worker:
         else:
             code = json.loads(answer)
         self._said.seek(0)
-        said = self._said.read()
+        message = self._said.read()
         self._said.seek(0)
         self._said.truncate()
-        return code, time.monotonic() - begin, said
+        return code, time.monotonic() - begin, message
 
     def close(self) -> None:
         if self._process is not None:
@@ -118,13 +118,13 @@ def main(arguments: list[str]) -> int:
     def work() -> None:
         worker = Worker(options)
         for unit in taken(waiting):
-            code, seconds, said = worker.run(unit)
-            last = said.strip().splitlines()[-1] if said.strip() else ""
+            code, seconds, message = worker.run(unit)
+            last = message.strip().splitlines()[-1] if message.strip() else ""
             with lock:
                 fine = code in (0, NOTHING_THERE)
                 if not fine:
                     failed.append(unit)
-                    print(said)
+                    print(message)
                 print(f"{'passed' if fine else 'FAILED'} {unit} in {seconds:.0f} s: {last}", flush=True)
         worker.close()
 

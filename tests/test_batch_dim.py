@@ -7,7 +7,7 @@ import pytest
 from shardwright.batch_dim import declared_by, find_batch_dim
 
 
-def told(shapes):
+def reported(shapes):
     found = find_batch_dim(list(shapes.items()))
     return found.size, [path for path, has in zip(shapes, found.batched, strict=True) if has]
 
@@ -27,7 +27,7 @@ def told(shapes):
     ],
 )
 def test_sizes_tell(shapes, size, batched):
-    assert told(shapes) == (size, batched)
+    assert reported(shapes) == (size, batched)
 
 
 @pytest.mark.parametrize(

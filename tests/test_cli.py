@@ -75,9 +75,9 @@ def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "4 devices of 4xA100-80GB; batch 64, momentum, in bf16-mixed, gradient accumulation 2" in out
     assert "of the limit of 1.0 GiB" in out
-    said = json.loads((tmp_path / "plan.json").read_text())
-    assert said["policy"] == "auto"
-    assert said["predicted"]["train"]["gap"] < 0.01
+    message = json.loads((tmp_path / "plan.json").read_text())
+    assert message["policy"] == "auto"
+    assert message["predicted"]["train"]["gap"] < 0.01
 
 
 def test_the_cluster_may_be_a_file_or_larger_than_what_is_asked_for(net, tmp_path, capsys):
@@ -256,17 +256,17 @@ def test_a_rehearsal_of_a_wrong_program_says_no(net, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["tp=4"], "rehearsing a plan needs its model"),
         (["none.json", "--model", "net.py:make_model"], "there is no file none.json"),
         (["auto", "--model", "net.py:make_model"], "needs an existing plan"),
     ],
 )
-def test_what_can_not_be_rehearsed_is_refused(net, capsys, words, said):
+def test_what_can_not_be_rehearsed_is_refused(net, capsys, words, message):
     assert main(["rehearse", *words]) == 2
 
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # Pipelines.
@@ -299,19 +299,19 @@ def test_slow_links_and_stages_count(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--schedule", "zbb"], "there is no schedule 'zbb'; the known ones are gpipe"),
         (["--stages", "0"], "--stages 0 must be at least 1"),
         (["--microbatches", "-1"], "--microbatches -1 must be at least 1"),
     ],
 )
-def test_schedules_that_can_not_be_drawn_are_refused(arguments, said, capsys):
+def test_schedules_that_can_not_be_drawn_are_refused(arguments, message, capsys):
     assert main(["simulate", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_compile_writes_a_file_for_each_segment(net, tmp_path, capsys):
+def test_compile_writes_a_file_for_each_stage(net, tmp_path, capsys):
     assert main(["compile", net, "--plan", "pp=2,dp=2", "--microbatches", "2", "-o", "out"]) == 0
 
     paths = sorted((tmp_path / "out").rglob("*.py"))
@@ -353,25 +353,28 @@ def test_verify_notices_a_pipeline_that_is_wrong(net, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["verify", "--plan", "pp=2", "--microbatches", "3"],
             "a batch of 4 does not divide into 3 microbatches; 1, 2, 4",
         ),
-        (["compile", "--plan", "pp=2", "--microbatches", "8"], "8 microbatches are more than the batch has rows (4)"),
-        (["plan", "--plan", "pp=9"], "9 segments are asked for, and the model can be cut in"),
+        (
+            ["compile", "--plan", "pp=2", "--microbatches", "8"],
+            "8 microbatches are more than the batch has samples (4)",
+        ),
+        (["plan", "--plan", "pp=9"], "9 stages are asked for, and the model can be cut in"),
         (["plan", "--plan", "pp=2", "--devices", "3"], "--devices 3 does not fit --plan pp=2, which is for 2"),
     ],
 )
-def test_pipelines_that_can_not_be_are_refused(net, arguments, said, capsys):
+def test_pipelines_that_can_not_be_are_refused(net, arguments, message, capsys):
     command, *rest = arguments
     assert main([command, net, *rest]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["plan", "net.py:nope", "--plan", "tp=2"], "no function 'nope'; it has Net, make_model"),
         (["plan", "none.py:make", "--plan", "tp=2"], "no file none.py"),
@@ -397,10 +400,10 @@ def test_pipelines_that_can_not_be_are_refused(net, arguments, said, capsys):
         (["plan", "hf:none.json", "--plan", "tp=2"], "none.json"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(net, tmp_path, capsys, arguments, said):
+def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(net, tmp_path, capsys, arguments, message):
     before = set(tmp_path.rglob("*.json"))
     assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert set(tmp_path.rglob("*.json")) == before
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers: made without values, filled piece by piece, trained with labels and masks."""
+"""Models of transformers: made without values, filled shard by shard, trained with labels and masks."""
 
 import gc
 

@@ -79,9 +79,9 @@ def test_what_is_below_a_word_moves_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(CONFIG)
     assert main(["train", "config.yaml", "--profile.start=3", "--loggers+=shardwright.train.CSVLogger"]) == 2
-    said = capsys.readouterr().err
-    assert "--profile.start is now --logging.profile.start" in said
-    assert "is now --logging.loggers" in said
+    message = capsys.readouterr().err
+    assert "--profile.start is now --logging.profile.start" in message
+    assert "is now --logging.loggers" in message
 
 
 def test_a_group_is_an_object_or_a_dict_of_its_fields():

@@ -17,21 +17,21 @@ def test_names():
 
 
 def test_in_full():
-    said = read_precision(
+    message = read_precision(
         {"base": "bf16", "sync": torch.float32, "buffers": None, "overrides": {"*.norm.*": "fp32", "head.*": "fp16"}}
     )
-    assert said == Precision(
+    assert message == Precision(
         parameters="bfloat16", inputs="bfloat16", master=True, sync="float32",
         overrides=(("*.norm.*", "float32"), ("head.*", "float16")),
     )  # fmt: skip
-    assert said.dtype_of("blocks.0.norm.weight") == "float32"
-    assert said.dtype_of("blocks.0.up.weight") == "bfloat16"
-    assert said.dtype_of("mask", buffer=True) is None
+    assert message.dtype_of("blocks.0.norm.weight") == "float32"
+    assert message.dtype_of("blocks.0.up.weight") == "bfloat16"
+    assert message.dtype_of("mask", buffer=True) is None
 
 
 def test_the_last_pattern_that_fits_counts():
-    said = read_precision({"overrides": [("*", "bf16"), ("*.bias", "fp32")]})
-    assert (said.dtype_of("up.weight"), said.dtype_of("up.bias")) == ("bfloat16", "float32")
+    message = read_precision({"overrides": [("*", "bf16"), ("*.bias", "fp32")]})
+    assert (message.dtype_of("up.weight"), message.dtype_of("up.bias")) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_mistakes_are_named(given, words):
 
 
 def test_a_pattern_that_fits_nothing_is_named_with_the_nearest():
-    said = read_precision({"overrides": {"blocks.0.nrom.weight": "float32"}})
+    message = read_precision({"overrides": {"blocks.0.nrom.weight": "float32"}})
     with pytest.raises(InputError, match=r"did you mean 'blocks.0.norm.weight'"):
-        said.check_patterns(["blocks.0.norm.weight", "head.weight"])
+        message.check_patterns(["blocks.0.norm.weight", "head.weight"])
 
 
 @pytest.mark.parametrize(
-    ("said", "bytes"),
+    ("message", "bytes"),
     [
         # parameters, two states and the master
         (None, (4, 8)),
@@ -68,9 +68,9 @@ def test_a_pattern_that_fits_nothing_is_named_with_the_nearest():
         ({"base": "bf16", "master": False}, (2, 4)),
     ],
 )
-def test_a_plan_counts_what_the_precision_keeps(said, bytes):
+def test_a_plan_counts_what_the_precision_keeps(message, bytes):
     net = torch.nn.Linear(64, 64, bias=False)
-    plan = sw.plan(net, example=torch.zeros(8, 64), plan="dp=2", cluster="2xA100-80GB", precision=said)
+    plan = sw.plan(net, example=torch.zeros(8, 64), plan="dp=2", cluster="2xA100-80GB", precision=message)
     memory = plan.predicted["train"]["memory"]
     elements = 64 * 64
     assert tuple(memory[kind] / elements for kind in ("parameters", "optimizer")) == bytes

@@ -201,7 +201,7 @@ def _asked(maker: Maker) -> tuple[dict[str, Any], Any]:
         except Exception as error:
             count = re.search(r"tokens:? \(?(\d+)\)?.*?features:? \(?(\d+)", str(error), re.S)
             if count is None or not maker.places:
-                raise CannotBuild(said(error)) from error
+                raise CannotBuild(message(error)) from error
             modal = AUDIO_TEXT if "udio" in str(error) else IMAGE_TEXT
             name = next((name for name in maker.places if name in modal), next(iter(maker.places)))
             wanted = int(count[2]) // BATCH
@@ -209,7 +209,7 @@ def _asked(maker: Maker) -> tuple[dict[str, Any], Any]:
     raise CannotBuild(f"the number of places for an image is not to be found, lastly {maker.places}")
 
 
-def said(error: BaseException) -> str:
+def message(error: BaseException) -> str:
     """An error in one line, with the line of the model that it names."""
     text = re.sub(r"\S*/site-packages/", "", str(error))  # where a package lies is this machine's business
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]

@@ -24,7 +24,7 @@ from shardwright.verify.measure import TOLERANCE
 from shardwright.verify.parity import ComparisonOptions, Reference, compare_plan, make_reference, make_task
 
 from .configs import CannotBuild, small_config
-from .inputs import BATCH, Maker, fit, said
+from .inputs import BATCH, Maker, fit, message
 from .listed import Architecture
 
 Depth = Literal["built", "captured", "verified"]
@@ -78,7 +78,7 @@ def build(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, An
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # the default knows no float64, and eager loops over data
     except Exception as error:
-        raise CannotBuild(f"{said(error)} {_place(error)}") from error
+        raise CannotBuild(f"{message(error)} {_place(error)}") from error
     _stir(model)
     maker = Maker(architecture, model)
     inputs, outputs = fit(maker)
@@ -93,7 +93,7 @@ def labels_for(maker: Maker, inputs: dict[str, Any], outputs: Any) -> dict[str, 
             with torch.no_grad():
                 maker.model(**_with(inputs, labels))
     except Exception as error:
-        return CannotBuild(f"with labels: {said(error)} {_place(error)}")
+        return CannotBuild(f"with labels: {message(error)} {_place(error)}")
     return labels
 
 
@@ -130,7 +130,7 @@ def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
             reference = make_reference(task)
             break
         except Exception as error:
-            reason = reason or f"{said(error)} {_place(error)}"  # of the first try: why it can't be whole
+            reason = reason or f"{message(error)} {_place(error)}"  # of the first try: why it can't be whole
     else:
         return replace(row, reason=reason, capture_seconds=time.perf_counter() - begun)
     kept = reference.side.captured("train").opaques.values()
@@ -156,7 +156,7 @@ def look_at_masks(row: Row, model: Any, example: dict[str, Any]) -> Row:
             graph = captured_graph(model, example, opaque=cast(Literal["marked", "auto"], how)).graph
             return replace(row, captured=True, **attention_masks(graph))
         except Exception as error:
-            row = replace(row, reason=f"{said(error)} {_place(error)}")
+            row = replace(row, reason=f"{message(error)} {_place(error)}")
     return row
 
 
@@ -211,7 +211,7 @@ def _held(reference: Reference, plan: str, limit: float) -> tuple[bool, float, s
         run = ComparisonOptions(limit=limit, timeout=90)
         report = compare_plan(reference, PlanRequest.read(plan), 2, run, name=plan)
     except Exception as error:
-        return False, time.perf_counter() - begun, f"{plan}: {said(error)} {_place(error)}"
+        return False, time.perf_counter() - begun, f"{plan}: {message(error)} {_place(error)}"
     seconds = time.perf_counter() - begun
     if report.passed:
         return True, seconds, ""

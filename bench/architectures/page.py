@@ -48,9 +48,11 @@ def page(rows: Sequence[Row]) -> str:
         _reasons(built),
     ]
     if unbuilt or LEFT_OUT:
-        said = [f"- `{name}`: {why}" for name, why in sorted(LEFT_OUT.items())]
-        said += [f"- `{row.model_type}`: {_short(row.reason)}" for row in rows if not row.built]
-        parts.append("## Not rows\n\nNo small config or batch is made for these automatically.\n\n" + "\n".join(said))
+        message = [f"- `{name}`: {why}" for name, why in sorted(LEFT_OUT.items())]
+        message += [f"- `{row.model_type}`: {_short(row.reason)}" for row in rows if not row.built]
+        parts.append(
+            "## Not rows\n\nNo small config or batch is made for these automatically.\n\n" + "\n".join(message)
+        )
     return "\n\n".join(parts) + "\n"
 
 

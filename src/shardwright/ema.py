@@ -1,4 +1,4 @@
-"""An average of the weights over training, for evaluation and for the end.
+"""EMA of the weights over training, for evaluation and for the end.
 
     ema = EMA(model, decay=0.999)
     for x, y in data:
@@ -8,7 +8,7 @@
     with ema.swapped():
         evaluate(model)
 
-Every rank averages what its optimizer updates: pieces under tensor parallelism, shares under ZeRO, masters in float32.
+Every rank averages what its optimizer updates: shards under tensor parallelism, shares under ZeRO, masters in float32.
 Nothing is sent but when averages are put in the place of the weights. (`torch.optim.swa_utils.AveragedModel` copies
 the whole model, which with its process groups can't be copied.)
 """
@@ -93,7 +93,7 @@ class EMA:
             self._refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by the names of parameters, as pieces that share memory with these."""
+        """The averages by the names of parameters, as shards that share memory with these."""
         averages = {}
         for key, leaf in self._leaves.items():
             average = self._averages[key]
@@ -103,7 +103,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, under this plan or another, with whole tensors or pieces."""
+        """Load what `state_dict` gave, under this plan or another, with whole tensors or shards."""
         averages = values["averages"]
         raise_all(InputError, "the averages do not fit the model:", [
             f"missing: {key}" for key in self._leaves if key not in averages

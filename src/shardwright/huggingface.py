@@ -2,7 +2,7 @@
 
     model = empty_model("folder")                     # parameters on meta
     model, optimizer = sw.parallelize(model, optimizer, example=batch)
-    load_weights("folder", model)                     # shardwright.checkpoint: every rank its pieces
+    load_weights("folder", model)                     # shardwright.checkpoint: every rank its shards
 
 Needs the package `transformers`. See docs/huggingface.md.
 """

@@ -36,6 +36,9 @@ Reduction = Literal["sum", "max", "min"]
 MB = "mb"
 """The axis in time: the coordinate on it is the number of the microbatch that runs."""
 
+MOST_DEVICES = 2**17
+"""Of a mesh or a cluster: more than any has, and few enough to list them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
@@ -62,6 +65,9 @@ class Mesh:
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names):
             raise LayoutError(f"axis names repeat: {', '.join(names)}")
+        count = math.prod(axis.size for axis in self.axes if axis.name != MB)
+        if count > MOST_DEVICES:  # before they are listed
+            raise LayoutError(f"mesh {self} has {count} devices; a mesh has at most {MOST_DEVICES}")
         if not self.devices:
             object.__setattr__(self, "devices", tuple(range(self.size)))
         if len(self.devices) != self.size or len(set(self.devices)) != self.size:
@@ -142,7 +148,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One axis cutting one dim: `repeat` times the same row of blocks, one block for each section."""
+    """One axis sharding one dim: `repeat` times the same row of blocks, one block for each section."""
 
     axis: str
     blocks: tuple[Block, ...]
@@ -173,7 +179,7 @@ class Shard:
         return spans
 
     def simple(self, parts: int) -> bool:
-        """Whether each device keeps one run (a plain contiguous cut)."""
+        """Whether each device keeps one run (a plain contiguous shard)."""
         return self.repeat == 1 and len(self.blocks) == 1 and self.blocks[0].outer == 1
 
 
@@ -185,7 +191,7 @@ def _append_span(spans: list[tuple[int, int]], start: int, length: int) -> None:
 
 
 def make_shard(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Shard:
-    """A cut in its one canonical form, so that equal cuts compare equal."""
+    """A shard in its one canonical form, so that equal shards compare equal."""
     normal = tuple(
         Block(b.outer, axis.size, b.size // axis.size * b.inner) if b.size % axis.size == 0 else b for b in blocks
     )
@@ -195,7 +201,7 @@ def make_shard(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Shard:
 
 
 def contiguous_shard(axis: Axis, size: int) -> Shard:
-    """The contiguous cut of a dim of `size` elements."""
+    """The contiguous shard of a dim of `size` elements."""
     return make_shard(axis, (Block(1, size, 1),))
 
 
@@ -255,13 +261,13 @@ class Layout:
         return make_layout, (self.shards, dict(self.rest))  # another process has other hashes
 
     def placement(self, axis: str) -> Placement | None:
-        """The placement on an axis, or None where the axis cuts a dim."""
+        """The placement on an axis, or None where the axis shards a dim."""
         if self.shard_of(axis) is not None:
             return None
         return next((placement for name, placement in self.rest if name == axis), INVARIANT)
 
     def shard_of(self, axis: str) -> tuple[int, Shard] | None:
-        """The dim that an axis cuts, with the cut."""
+        """The dim that an axis shards, with the shard."""
         for dim, shards in enumerate(self.shards):
             for shard in shards:
                 if shard.axis == axis:
@@ -283,7 +289,7 @@ class Layout:
         return make_layout(self.shards, {**rest, axis: placement})
 
     def with_shard(self, dim: int, shard: Shard) -> Layout:
-        """This layout with one more cut, minor to those that are there."""
+        """This layout with one more shard, minor to those that are there."""
         shards = tuple((*old, shard) if at == dim else old for at, old in enumerate(self.shards))
         return make_layout(shards, {name: placement for name, placement in self.rest if name != shard.axis})
 
@@ -297,7 +303,7 @@ class Layout:
         for size, shards in zip(shape, self.shards, strict=True):
             for shard in shards:
                 if shard.elements != size:
-                    raise LayoutError(f"a cut of {shard.elements} elements over {shard.axis} meets a dim of {size}")
+                    raise LayoutError(f"a shard of {shard.elements} elements over {shard.axis} meets a dim of {size}")
                 size = shard.local(sizes[shard.axis], at[shard.axis])
             local.append(size)
         return tuple(local)
@@ -368,7 +374,7 @@ class LocalRegion:
 
 
 def local_region(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> LocalRegion:
-    """The piece of a tensor that the device at coordinates `at` holds."""
+    """The shard of a tensor that the device at coordinates `at` holds."""
     spans = []
     for size, shards in zip(shape, layout.shards, strict=True):
         runs: list[Span] = [(0, size)] if size else []

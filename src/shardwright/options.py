@@ -2,7 +2,7 @@
 
 They are the same wherever a model is compiled (`parallelize`, `plan`, `verify`, `rehearse`, `Trainer`, the Lightning
 strategy). A dict with the same keys will do, as it comes from a config file. An option that used to be a keyword by
-itself is refused with its new place (`refuse_moved`): no script may lose an option without being told.
+itself is refused with its new place (`refuse_moved`): no script may lose an option without an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         if self.microbatches is not None and self.microbatches < 1:
-            raise InputError(f"pipeline.microbatches={self.microbatches} makes no sense; use 1 for no cut")
+            raise InputError(f"pipeline.microbatches={self.microbatches} makes no sense; use 1 for none")
         _check_choice("pipeline.semantics", self.semantics, ("global", "local"))
         _check_choice("pipeline.backward", self.backward, ("inside", "outside"))
         if self.semantics == "local" and self.microbatches is None:

@@ -106,10 +106,10 @@ def priced(
 ) -> Plan:
     """A plan with what it is predicted to cost."""
     entry, options = analysis.graph.entry, request.options
-    rows = replica_axes(plan.mesh) if options.data_only else ()
+    samples_over = replica_axes(plan.mesh) if options.data_only else ()
     memory = result.best.memory if result is not None else None
     prediction = price(
-        analysis, cluster, request.training, plan, rows=rows, limit=options.memory, memory=memory
+        analysis, cluster, request.training, plan, replica_axes=samples_over, limit=options.memory, memory=memory
     ).as_json()
     if result is not None:
         prediction |= result.as_json()
@@ -183,7 +183,7 @@ def training_of(
 ) -> TrainingSetup:
     """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known.
 
-    What a precision casts is in the graph; the rest of it is said here.
+    What a precision casts is in the graph; the rest of it is set here.
     """
     if isinstance(optimizer, str):
         name = optimizer

@@ -227,7 +227,7 @@ def _check(kind: _Registration, rule: RuleLike, probe: Callable[[], Any] | None)
             return
         for values in samples:
             try:
-                check_rule(own, rule, values, _talk)
+                check_rule(own, rule, values, _check_communicating)
             except NothingProven as why:
                 if probe is not None:
                     raise RuleError(f"probe= of {own.name} needs other inputs: {why}") from why
@@ -270,10 +270,12 @@ def _drawn(kind: _Registration, probe: Callable[[], Any], seed: int) -> Any:
     return call_of(kind.own, _probes(kind, probe)[0])
 
 
-def _talk(trial: SplitTrial) -> None:
-    """Judge an algorithm: its ranks are threads that talk to each other."""
+def _check_communicating(trial: SplitTrial) -> None:
+    """Judge an algorithm: its ranks are threads that communicate with each other."""
     if dist.is_initialized():
-        message = f"{trial.op}: its algorithms are not checked here, where processes talk already; register it before"
+        message = (
+            f"{trial.op}: its algorithms are not checked here, where processes communicate already; register it before"
+        )
         warnings.warn(message, stacklevel=2)
         return
 

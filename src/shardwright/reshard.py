@@ -84,7 +84,7 @@ class Reshard:
 
     @property
     def sends(self) -> bool:
-        """Whether it talks in forward, and not in backward only."""
+        """Whether it communicates in forward, and not in backward only."""
         return COLLECTIVES[self.kind][0] is not None
 
 

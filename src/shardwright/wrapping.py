@@ -1,7 +1,7 @@
 """What may go into `sw.parallelize`: an ordinary module, and optimizers of its parameters.
 
 Wrappers of other libraries come off where nothing is lost by it (torch.compile), and are refused where the module
-inside can't be told what they did (DDP, FSDP, accelerate). All faults of a model are said at once. Nothing here changes
+inside can't know what they did (DDP, FSDP, accelerate). All faults are reported at once. Nothing here changes
 what it looks at.
 """
 

@@ -141,7 +141,7 @@ def chunks(m, n):
 
 
 @pytest.mark.parametrize(
-    ("make_mask", "data", "said", "rows"),
+    ("make_mask", "data", "message", "rows"),
     [
         (causal_and_keys, PADDED, "causal, padded keys", {"padding": (2, LENGTH)}),
         (causal_and_keys, PADDED_LEFT, "causal, padded keys", {"padding": (2, LENGTH)}),
@@ -157,10 +157,10 @@ def chunks(m, n):
         (chunks, None, "causal, documents", {"documents": (1, LENGTH)}),
     ],
 )
-def test_what_data_decides_is_a_row_for_each_sample(make_mask, data, said, rows):
+def test_what_data_decides_is_a_row_for_each_sample(make_mask, data, message, rows):
     op, graph = structured(make_mask, *([] if data is None else [data]))
     assert op.target == STRUCTURED
-    assert str(op.mask).startswith(said)
+    assert str(op.mask).startswith(message)
     arguments = {"documents": ("query_documents", "key_documents"), "padding": ("padding",)}
     for name, shape in rows.items():
         for argument in arguments[name]:

@@ -17,9 +17,9 @@ def test_a_text_takes_the_place_of_another_and_leaves_nothing_beside_it(tmp_path
 
 
 def test_a_digest_is_that_of_all_that_was_written(tmp_path):
-    said = disk.write_text(tmp_path / "a", "one two")
-    assert said == disk.digest_of(tmp_path / "a") and said.size == 7
-    assert disk.write_text(tmp_path / "b", "one tvo") != said
+    message = disk.write_text(tmp_path / "a", "one two")
+    assert message == disk.digest_of(tmp_path / "a") and message.size == 7
+    assert disk.write_text(tmp_path / "b", "one tvo") != message
     large = tmp_path / "large"
     large.write_bytes(b"x" * (disk.CHUNK + 1))
     assert disk.digest_of(large).size == disk.CHUNK + 1

@@ -81,7 +81,7 @@ def test_a_group_without_parameters_has_its_place_among_the_saved_ones(tmp_path,
             sw.load(tmp_path / "x", net, optimizer)
 
 
-def said(state: list[str], *groups: list[str]) -> dict:
+def message(state: list[str], *groups: list[str]) -> dict:
     """What a rank says of its optimizer."""
     return {
         "kind": "AdamW",
@@ -94,12 +94,12 @@ def test_stages_with_other_numbers_of_groups_are_refused():
     census = KeyOwners(little()[0])
     for one, other in ((["up.weight"], []), ([], ["up.weight"])):
         with pytest.raises(CheckpointError, match=r"with \d and \d param groups; create the optimizer before"):
-            merge_optimizers([said([], one), said([], other, [])], census)
+            merge_optimizers([message([], one), message([], other, [])], census)
 
 
 def test_groups_have_the_parameters_of_all_stages_in_the_order_of_the_model():
     census = KeyOwners(little()[0])
-    first, second = said(["down.bias"], ["down.bias"], ["down.weight"]), said(["up.bias"], ["up.bias"], [])
+    first, second = message(["down.bias"], ["down.bias"], ["down.weight"]), message(["up.bias"], ["up.bias"], [])
 
     found = merge_optimizers([first, second], census)
 
@@ -109,5 +109,5 @@ def test_groups_have_the_parameters_of_all_stages_in_the_order_of_the_model():
 
 
 def test_one_optimizer_keeps_the_order_of_its_own():
-    (group,) = merge_optimizers([said([], ["down.bias", "up.bias"])], KeyOwners(little()[0]))["groups"]
+    (group,) = merge_optimizers([message([], ["down.bias", "up.bias"])], KeyOwners(little()[0]))["groups"]
     assert group["params"] == ["down.bias", "up.bias"]

@@ -26,11 +26,11 @@ from .runs import made, steps, values
 
 
 def test_what_stages_have_in_extra_objects_is_joined_and_the_first_has_the_last_word():
-    def said(**ema):
+    def message(**ema):
         return {"optimizers": [], "extra": {"ema": ema}}
 
-    one = said(shared={"$": "tensor", "key": "x"}, mine={"a": 1}, plain={"$": "tuple", "items": []})
-    two = said(shared={"$": "tensor", "key": "y", "more": 1}, mine={"b": 2}, plain={"c": 3}, late=4)
+    one = message(shared={"$": "tensor", "key": "x"}, mine={"a": 1}, plain={"$": "tuple", "items": []})
+    two = message(shared={"$": "tensor", "key": "y", "more": 1}, mine={"b": 2}, plain={"c": 3}, late=4)
 
     assert merge_stages([one, None, two], KeyOwners(little()[0]))["extra"] == {
         "ema": {"shared": {"$": "tensor", "key": "x"}, "mine": {"a": 1, "b": 2}, "plain": one["extra"]["ema"]["plain"],
@@ -177,7 +177,7 @@ def test_data_metrics_and_extra_come_back(tmp_path):
 
 
 class Averaged:
-    """Averages of the weights, in the pieces that the weights are in."""
+    """Averages of the weights, in the shards that the weights are in."""
 
     def __init__(self, model):
         self.model = model

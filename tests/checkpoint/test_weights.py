@@ -113,7 +113,7 @@ def without_values(make):
 
 
 def start_empty(rank, name, plan, folder):
-    """A model that never is whole anywhere: its pieces are made empty, and filled from the files."""
+    """A model that never is whole anywhere: its shards are made empty, and filled from the files."""
     model = without_values(MODELS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     example = {"input_ids": IDS, "labels": IDS}

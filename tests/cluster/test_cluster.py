@@ -61,7 +61,7 @@ def test_the_slowest_group_counts():
     assert apart > cluster.collective_time("all_reduce", 2**20, mesh(devices=(0, 1), tp=2), ["tp"])
 
 
-def test_different_nodes_talk_as_fast_as_the_slower():
+def test_different_nodes_communicate_as_fast_as_the_slower():
     cluster = parse("8xH100+8xA100-80GB")
     (span,) = cluster.spans(mesh(dp=2, tp=8), ["dp"])
     assert span.between.name == "8xinfiniband-200"

@@ -71,7 +71,7 @@ def test_across_nodes_is_never_faster_than_all_in_one_node(kind, per_node, nodes
 
 
 @given(kinds, amounts)
-def test_a_rank_alone_does_not_talk(kind, bytes):
+def test_a_rank_alone_does_not_communicate(kind, bytes):
     assert collective_time(kind, bytes, Span(ranks=(1,))) == 0
 
 

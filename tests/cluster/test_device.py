@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.cluster import KINDS, AttentionProfile, Curve, Device, Efficiency
+from shardwright.cluster import KINDS, AttentionPrice, Curve, Device, Efficiency
 from shardwright.cluster.catalogue import DEVICES, FLASH_2, FLASH_3
 from shardwright.errors import ClusterError
 
@@ -114,7 +114,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("kernel", "which", "best", "published"), PUBLISHED)
-def test_kernels_have_the_rates_that_were_published(kernel: AttentionProfile, which, best, published):
+def test_kernels_have_the_rates_that_were_published(kernel: AttentionPrice, which, best, published):
     """They count the scores that a mask leaves, and 2.5 times the flops of forward for backward."""
     for keys, rate in zip(TOKENS, published, strict=True):
         needed, edges = (0.5, 1) if which == "causal" else (1.0, 0)
@@ -128,7 +128,7 @@ def test_a_mask_costs_the_kernel_that_takes_none():
     assert FLASH_3.forward_work(1.0, 8192, mask=True) == FLASH_3.masked * FLASH_3.forward_work(1.0, 8192)
 
 
-@given(st.sampled_from([FLASH_2, FLASH_3, AttentionProfile()]), st.floats(1, 1e6))
+@given(st.sampled_from([FLASH_2, FLASH_3, AttentionPrice()]), st.floats(1, 1e6))
 def test_a_causal_attention_is_never_more_than_its_tiles_slower(kernel, keys):
     full, causal = kernel.forward_work(1.0, keys), kernel.forward_work(1.0, keys, seen=0.5, edges=1)
     assert causal <= full / kernel.causal
@@ -138,4 +138,4 @@ def test_a_causal_attention_is_never_more_than_its_tiles_slower(kernel, keys):
 @pytest.mark.parametrize("fault", [{"short": -1.0}, {"causal": 0.0}, {"backward": float("inf")}, {"masked": -1.0}])
 def test_a_kernel_that_makes_no_sense_is_refused(fault):
     with pytest.raises(ClusterError, match=f"attention.{next(iter(fault))}"):
-        AttentionProfile(**fault)
+        AttentionPrice(**fault)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwright.cluster import (
     COLLECTIVES,
     KINDS,
-    AttentionProfile,
+    AttentionPrice,
     Cluster,
     Curve,
     Device,
@@ -41,10 +41,10 @@ def devices(draw, name):
             efficiency.append(Efficiency(kind=kind, dtype=dtype, curve=draw(curves)))
     flops = (("float32", draw(numbers)), ("bfloat16", draw(numbers)))
     memory = draw(st.integers(1, 2**40))
-    kernel = AttentionProfile(short=draw(numbers), causal=draw(parts), backward=draw(parts), masked=draw(numbers))
+    kernel = AttentionPrice(short=draw(numbers), causal=draw(parts), backward=draw(parts), masked=draw(numbers))
     return Device(
         name=name, flops=flops, memory=memory, bandwidth=draw(numbers), efficiency=tuple(efficiency),
-        attention=draw(st.sampled_from([AttentionProfile(), kernel])), overlap=draw(parts),
+        attention=draw(st.sampled_from([AttentionPrice(), kernel])), overlap=draw(parts),
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ BAD = [
     ("groups: !!python/object/apply:os.getcwd []", "is not YAML"),
     ("groups: [{device: H100}]", r"groups\[0\]: devices missing"),
     ("groups: [{device: H10, devices: 8}]", r"groups\[0\]\.device: there is no device 'H10'; did you mean H100"),
-    ("groups: [{device: H100, devices: 0}]", r"groups\[0\]\.devices: 0 is not a number of 1 or more"),
+    ("groups: [{device: H100, devices: 0}]", r"groups\[0\]\.devices: 0 is not a number from 1 to 131072"),
     ("groups: [{device: H100, devices: 8, nodes: two}]", r"groups\[0\]\.nodes: 'two'"),
     ("groups: [{device: H100, devices: 8, inside: fast}]", r"groups\[0\]\.inside: there is no link 'fast'"),
     ("groups: [{device: H100, devices: 8, network: fast}]", r"groups\[0\]\.network: there is no network 'fast'"),

@@ -20,19 +20,19 @@ from shardwright.plan.pipeline import build_pipeline
 from shardwright.verify import verify
 from tests.models.zoo import ZOO
 from tests.options import grouped
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 from tests.runtime.ranks import run_ranks
 
 
 def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
-    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    graph, analysis = graph_of(name, batch), analysis_of(name, batch)
     plan = build_pipeline(graph, parse_plan_string(text), analysis, "", 2)
     programs = lower_pipeline(graph, plan, analysis).programs
     return plan, [generate(program, folder) for program in programs]
 
 
 @pytest.mark.parametrize(
-    ("text", "segments"),
+    ("text", "stages"),
     [
         ("pp=2", [(0,), (1,)]),
         ("pp=2,interleaved", [(0, 2), (1, 3)]),
@@ -40,14 +40,14 @@ def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
         ("pp=1+3,dp", [(0,), (1,)]),
     ],
 )
-def test_a_seat_has_all_segments_of_its_devices(tmp_path, text, segments):
+def test_a_seat_has_all_stages_of_its_devices(tmp_path, text, stages):
     plan, made = made_of(text, tmp_path)
 
-    pp_ranks = find_pipeline_ranks(plan.segments, made)
+    pp_ranks = find_pipeline_ranks(plan.stages, made)
 
-    assert [pp_rank.segments for pp_rank in pp_ranks] == segments
+    assert [pp_rank.stages for pp_rank in pp_ranks] == stages
     assert [pp_rank.mesh for pp_rank in pp_ranks] == sorted(
-        {s.mesh for s in plan.segments}, key=lambda mesh: mesh.devices
+        {s.mesh for s in plan.stages}, key=lambda mesh: mesh.devices
     )
     held = [{one.name for one in pp_rank.specs} for pp_rank in pp_ranks]
     assert set().union(*held) == {parameter.key for parameter in graph_of("gpt", 12).parameters}
@@ -59,7 +59,7 @@ def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
 
     found = [
         one.keys
-        for pp_rank in find_pipeline_ranks(plan.segments, made)
+        for pp_rank in find_pipeline_ranks(plan.stages, made)
         for one in pp_rank.specs
         if one.name == "wte.weight"
     ]
@@ -67,20 +67,20 @@ def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
     assert found == [("wte.weight", "head.weight")] * 2
 
 
-def test_the_first_and_last_segment_of_one_device_hold_it_once(tmp_path):
+def test_the_first_and_last_stage_of_one_device_hold_it_once(tmp_path):
     plan, made = made_of("pp=2,zbv", tmp_path)
 
     found = [
-        [one.name for one in pp_rank.specs].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.segments, made)
+        [one.name for one in pp_rank.specs].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.stages, made)
     ]
 
     assert found == [1, 0]
 
 
-def test_groups_are_those_that_its_programs_talk_over(tmp_path):
+def test_groups_are_those_that_its_programs_communicate_over(tmp_path):
     plan, made = made_of("pp=2,dp=2", tmp_path)
 
-    assert [pp_rank.wanted for pp_rank in find_pipeline_ranks(plan.segments, made)] == [(("dp",),)] * 2
+    assert [pp_rank.wanted for pp_rank in find_pipeline_ranks(plan.stages, made)] == [(("dp",),)] * 2
 
 
 def test_parameters_are_in_the_order_in_which_they_are_read(tmp_path):
@@ -94,11 +94,11 @@ def test_parameters_are_in_the_order_in_which_they_are_read(tmp_path):
 
 def test_a_device_in_two_meshes_is_refused(tmp_path):
     plan, made = made_of("pp=2", tmp_path)
-    first, second = plan.segments
+    first, second = plan.stages
     other = replace(second, mesh=Mesh(axes=mesh_axes(2), devices=(0, 1)))
 
     with pytest.raises(
-        PlanError, match="device 0 is in the meshes one device and dp=2; all segments of a device have one"
+        PlanError, match="device 0 is in the meshes one device and dp=2; all stages of a device have one"
     ):
         find_pipeline_ranks((first, other), made)
 
@@ -124,14 +124,14 @@ def test_a_call_that_reads_parameters_on_other_devices_says_which_and_where():
     with pytest.raises(PlanError) as error:
         verify(Heads(), "pp=2", example=(torch.randn(4, 6),), method="threads", entries=("train", "eval"))
 
-    said = str(error.value)
-    assert "eval_head / linear (aten.linear.default) at test_pipeline_ranks.py:" in said
-    assert "reads eval_head.weight on device 1, and it is on device 0" in said
+    message = str(error.value)
+    assert "eval_head / linear (aten.linear.default) at test_pipeline_ranks.py:" in message
+    assert "reads eval_head.weight on device 1, and it is on device 0" in message
 
 
 @pytest.mark.parametrize("given", [{"microbatches": 4}, {"microbatch_semantics": "local", "microbatches": 2}])
 def test_a_plan_and_a_wish_that_differ_are_refused(tmp_path, given):
-    graph, analysis = graph_of("mlp", 4), facts_of("mlp", 4)
+    graph, analysis = graph_of("mlp", 4), analysis_of("mlp", 4)
     plan = build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2)
     case = ZOO["mlp"]()
 

@@ -21,9 +21,9 @@ from tests.models.zoo import ZOO
 
 from .kept import analysed
 
-LAYERS, WIDTH, ROWS = 8, 64, 32
+LAYERS, WIDTH, PASS_PARTIAL = 8, 64, 32
 WEIGHTS = 4 * LAYERS * WIDTH * WIDTH
-VALUE = 4 * ROWS * WIDTH
+VALUE = 4 * PASS_PARTIAL * WIDTH
 
 
 class Chain(nn.Module):
@@ -41,7 +41,7 @@ class Chain(nn.Module):
 
 @cache
 def chain() -> Analysis:
-    return analysed(Chain(), (torch.zeros(ROWS, WIDTH),), {})
+    return analysed(Chain(), (torch.zeros(PASS_PARTIAL, WIDTH),), {})
 
 
 @cache

@@ -10,7 +10,7 @@ from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.lowering import lower, lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import analyse
-from tests.plan.graphs import deep_gpt, facts_of, graph_of
+from tests.plan.graphs import analysis_of, deep_gpt, graph_of
 
 
 @lru_cache
@@ -19,14 +19,14 @@ def text_of(plan: str, name: str = "gpt", batch: int = 4) -> str:
 
 
 def lowered(plan: str, name: str = "gpt", batch: int = 4) -> LoweredProgram:
-    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    graph, analysis = graph_of(name, batch), analysis_of(name, batch)
     return lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)
 
 
 @lru_cache
 def pipeline_texts(plan: str, microbatches: int, name: str = "gpt", batch: int = 4) -> tuple[str, ...]:
-    """The file of each segment."""
-    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    """The file of each stage."""
+    graph, analysis = graph_of(name, batch), analysis_of(name, batch)
     drawn = build_pipeline(graph, parse_plan_string(plan), analysis, "", microbatches)
     return tuple(emit(program).text for program in lower_pipeline(graph, drawn, analysis).programs)
 

@@ -31,7 +31,7 @@ def methods(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def bound(node: ast.AST) -> set[str]:
-    """The names that a piece of code gives a meaning to."""
+    """The names that a shard of code gives a meaning to."""
     names = {held.id for held in ast.walk(node) if isinstance(held, ast.Name) and isinstance(held.ctx, ast.Store)}
     return names | {held.arg for held in ast.walk(node) if isinstance(held, ast.arg)}
 

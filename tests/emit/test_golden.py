@@ -36,7 +36,7 @@ def test_the_text_is_the_one_that_was_last_looked_at(name, plan):
     assert text == path.read_text()
 
 
-def test_so_are_the_texts_of_a_pipelines_segments():
+def test_so_are_the_texts_of_a_pipelines_stages():
     path = GOLDEN / "gpt-pp2-zb.py.txt"
     text = "\n\n".join(pipeline_texts("pp=2,zb", 2))
     if os.environ.get("SHARDWRIGHT_UPDATE"):

@@ -25,7 +25,12 @@ EMITTER = (
         "p.listed('tensors')}], {p.literal('dim', 0)})",
         "p.listed('tensors')}], {0 * p.literal('dim', 0)})",
     ),
-    Fault("attention is not causal", "ops/attention.py", '", is_causal=True" if', '"" if'),
+    Fault(
+        "attention is not causal",
+        "ops/attention.py",
+        '", is_causal=True" if p.literal("is_causal") else ""\n    gqa',
+        '"" if p.literal("is_causal") else ""\n    gqa',
+    ),
     Fault(
         "attention takes values for keys",
         "ops/attention.py",
@@ -88,7 +93,7 @@ EMITTER = (
     Fault(
         "a loss does not know that its rows are split",
         "ops/losses.py",
-        'shown.append(f"rows={axes_text(rows)}")',
+        'shown.append(f"samples={axes_text(samples)}")',
         "pass",
     ),
     Fault(
@@ -107,7 +112,7 @@ EMITTER = (
         "a loss counts its labels again", "ops/losses.py", """shown.append(f"count={p['count']}")""", """p["count"]"""
     ),
     Fault(
-        "a converter cuts the first dim",
+        "a reshard cuts the first dim",
         "ops/collectives.py",
         "comm.{function}({x}, {p['dim']}, {group}{extra}{state})",
         "comm.{function}({x}, {0 * p.literal('dim')}, {group}{extra}{state})",

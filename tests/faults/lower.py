@@ -89,7 +89,7 @@ LOWER = (
         f"{TIME}::test_a_sum_stays_a_sum_and_a_mean_a_mean",
     ),
     Fault(
-        "a converter forgets its dim",
+        "a reshard forgets its dim",
         PLACE,
         'for key in ("dim", "sharding", "to_dim", "to_sharding"):',
         'for key in ("sharding", "to_dim", "to_sharding"):',
@@ -128,7 +128,7 @@ LOWER = (
         "reshard.py",
         'yield step("all_reduce_to_r", REPLICATE)',
         'yield step("all_reduce", REPLICATE)',
-        "test_conversion.py::test_on_the_way_back_the_gradient_arrives_in_the_layout_that_the_start_promises",
+        "test_reshard.py::test_on_the_way_back_the_gradient_arrives_in_the_layout_that_the_start_promises",
     ),
     Fault(
         "joined products lose their biases",

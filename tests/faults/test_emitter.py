@@ -1,4 +1,4 @@
-"""A spread of programs is emitted, each read back and compared: calls, converters, loops; and faults of the emitter."""
+"""A spread of programs is emitted, each read back and compared: calls, reshards, loops; and faults of the emitter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.rules import Analysis, analyse
 from tests.faults.emitter import EMITTER
 from tests.faults.fault import Fault
 from tests.faults.room import changed_emitter
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 class Many(nn.Module):
@@ -82,7 +82,7 @@ def graph_and_facts(name: str) -> tuple[Graph, Analysis]:
     elif name == "largest":
         graph = capture(copy_to_meta(Largest()), (torch.randn(4, 6), torch.arange(8).view(4, 2)), {}).graph
     else:
-        return graph_of(name, 4), facts_of(name, 4)
+        return graph_of(name, 4), analysis_of(name, 4)
     return graph, analyse(graph)
 
 

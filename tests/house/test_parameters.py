@@ -24,9 +24,6 @@ ALLOWED = {
     "rehearse/rehearsal.py:rehearse": (9, "public: what a rehearsal can be told"),
     "verify/debug.py:trace": (9, "public: what a comparison can be told"),
     "checkpoint/saving.py:save": (9, "public: all that a training state may have"),
-    "plan/spaces.py:__init__": (9, "what the choices of an op depend on"),
-    "runtime/algorithms/norms.py:batch_norm": (9, "called by generated code, with the arguments of torch"),
-    "runtime/algorithms/norms.py:forward": (9, "an autograd function of torch's arguments"),
     "runtime/algorithms/weight_gradients.py:convolution": (9, "called by generated code, with the arguments of torch"),
 }
 

@@ -44,7 +44,7 @@ def test_a_sound_graph_is_returned_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (
             lambda: changed(inputs=()),
@@ -63,8 +63,8 @@ def test_a_sound_graph_is_returned_as_it_is():
         ),
     ],
 )
-def test_what_breaks_the_rules_is_named(broken, said):
-    with pytest.raises(GraphError, match=said):
+def test_what_breaks_the_rules_is_named(broken, message):
+    with pytest.raises(GraphError, match=message):
         check(broken())
 
 

@@ -77,7 +77,7 @@ def taken(cut: Shard, parts: int, index: int) -> list[int]:
     return kept
 
 
-def piece(array: np.ndarray, layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> np.ndarray:
+def shard(array: np.ndarray, layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> np.ndarray:
     """What a device holds of an array, cut after cut."""
     for dim, cuts in enumerate(layout.shards):
         for cut in cuts:

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process, and what each converter does to what they hold.
+"""All ranks of a mesh in one process, and what each reshard does to what they hold.
 
 This is the table of conversion.py said with numpy: forward on values, backward on gradients.
 """
@@ -11,14 +11,14 @@ import numpy as np
 
 from shardwright.layout import Layout, Mesh, Partial, Shard
 from shardwright.reshard import Reshard
-from tests.layout.drawn import piece, taken
+from tests.layout.drawn import shard, taken
 
 Held = dict[int, np.ndarray]
 """For each device what it holds."""
 
 
 def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Generator) -> Held:
-    """An array in a layout: pieces where it is cut, random terms that sum to it where it is partial."""
+    """An array in a layout: shards where it is cut, random terms that sum to it where it is partial."""
     axes = [name for name, placement in layout.rest if isinstance(placement, Partial)]
     terms: dict[tuple[int, ...], np.ndarray] = {}
     places = {tuple(mesh.coordinates(device)[name] for name in axes) for device in mesh.devices}
@@ -28,7 +28,7 @@ def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Gene
     held = {}
     for device in mesh.devices:
         at = mesh.coordinates(device)
-        held[device] = piece(terms[tuple(at[name] for name in axes)], layout, mesh.sizes, at)
+        held[device] = shard(terms[tuple(at[name] for name in axes)], layout, mesh.sizes, at)
     return held
 
 
@@ -42,7 +42,7 @@ def assert_lies(held: Held, array: np.ndarray, layout: Layout, mesh: Mesh) -> No
     for group in mesh.groups(partial):
         at = mesh.coordinates(group[0])
         total = sum(held[device] for device in group)
-        assert np.array_equal(total, piece(array, layout, mesh.sizes, at)), f"another value in {layout}"
+        assert np.array_equal(total, shard(array, layout, mesh.sizes, at)), f"another value in {layout}"
 
 
 def forward(steps: Sequence[Reshard], held: Held, mesh: Mesh) -> Held:

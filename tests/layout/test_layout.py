@@ -33,7 +33,7 @@ from shardwright.layout import (
     replicated,
 )
 from tests.layout.drawn import factored, few, layouts, mesh_of, meshes, numbered, shape_of, taken
-from tests.layout.drawn import piece as held
+from tests.layout.drawn import shard as held
 
 small = st.integers(1, 4)
 blocks = st.builds(Block, small, st.integers(1, 6), small)
@@ -174,11 +174,11 @@ def test_storage_axes_are_minor_to_compute_axes():
     assert rows_of_tp_rank_0(right) == [0, 1, 2, 3]
     assert rows_of_tp_rank_0(wrong) == [0, 1, 4, 5]
     for layout, rows in ((right, [[0, 1], [2, 3]]), (wrong, [[0, 1], [4, 5]])):
-        pieces = [local_region(layout, (8,), sizes, {"tp": 0, "dp": d}) for d in range(2)]
-        assert [[i for a, n in p.spans[0] for i in range(a, a + n)] for p in pieces] == rows
+        shards = [local_region(layout, (8,), sizes, {"tp": 0, "dp": d}) for d in range(2)]
+        assert [[i for a, n in p.spans[0] for i in range(a, a + n)] for p in shards] == rows
 
 
-# Pieces.
+# Shards.
 
 
 @st.composite
@@ -195,8 +195,8 @@ def test_shards_cover_every_element_once_over_all_ranks(case):
     counts = np.zeros(shape, dtype=int)
 
     for device in mesh.devices:
-        piece = local_region(layout, shape, mesh.sizes, mesh.coordinates(device))
-        for offset, _, sizes in piece.boxes:
+        shard = local_region(layout, shape, mesh.sizes, mesh.coordinates(device))
+        for offset, _, sizes in shard.boxes:
             counts[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))] += 1
 
     copies = mesh.size // int(np.prod([mesh.sizes[name] for name in layout.axes]))
@@ -211,9 +211,9 @@ def test_boxes_put_every_element_where_sharding_one_after_the_other_puts_it(case
 
     for device in mesh.devices:
         at = mesh.coordinates(device)
-        piece = local_region(layout, shape, mesh.sizes, at)
-        local = np.full(piece.local_shape, -1)
-        for offset, place, sizes in piece.boxes:
+        shard = local_region(layout, shape, mesh.sizes, at)
+        local = np.full(shard.local_shape, -1)
+        for offset, place, sizes in shard.boxes:
             there = tuple(slice(p, p + s) for p, s in zip(place, sizes, strict=True))
             local[there] = values[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))]
         assert np.array_equal(local, held(values, layout, mesh.sizes, at))
@@ -231,9 +231,9 @@ def test_the_local_shape_is_that_of_the_shard(case):
 
 
 def test_a_device_beyond_the_units_has_an_empty_shard_without_boxes():
-    piece = local_region(make_layout([[contiguous_shard(axis(4), 5)], []]), (5, 3), {"tp": 4}, {"tp": 3})
+    shard = local_region(make_layout([[contiguous_shard(axis(4), 5)], []]), (5, 3), {"tp": 4}, {"tp": 3})
 
-    assert (piece.local_shape, piece.boxes) == ((0, 3), ())
+    assert (shard.local_shape, shard.boxes) == ((0, 3), ())
 
 
 def test_a_shard_that_counts_other_elements_than_the_dim_has_is_refused_with_both_numbers():

@@ -60,10 +60,10 @@ def tune(rank: int, plan: str, folder: str, size: int) -> Any:
         net = Tuned(folder, empty=bool(plan))
         run.fit(net, data)
         first = float(run.callback_metrics["loss"])
-        said = run.predict(net, data)
+        message = run.predict(net, data)
         again = ours(plan, size, max_epochs=1) if plan else trainer("auto", 1, max_epochs=1)
         again.fit(net, data)
-        return first, torch.cat(said), float(again.callback_metrics["loss"])
+        return first, torch.cat(message), float(again.callback_metrics["loss"])
 
 
 def stop(rank: int, name: str, plan: str, path: str) -> None:

@@ -206,11 +206,11 @@ class Pair(LightningModule):
         first.zero_grad()
         self.untoggle_optimizer(first)
         if batch_idx % 2 == 0:  # a step that is not compiled may look at anything
-            told = F.softplus(-self.judge(x)).mean() + F.softplus(self.judge(self.maker(x).detach())).mean()
+            reported = F.softplus(-self.judge(x)).mean() + F.softplus(self.judge(self.maker(x).detach())).mean()
             second.zero_grad()
-            self.manual_backward(told)
+            self.manual_backward(reported)
             second.step()
-            self.log("told", told)
+            self.log("told", reported)
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.maker.parameters(), lr=0.1), torch.optim.AdamW(self.judge.parameters(), lr=1e-2)]
@@ -312,7 +312,7 @@ class Many(Net):
         super().__init__()
         self.example_input_array = torch.zeros(2, 8, dtype=torch.float64)  # for the summary of the model
         self.means = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "max": torchmetrics.MaxMetric()})
-        self.said: list[dict[str, Tensor]] = []
+        self.message: list[dict[str, Tensor]] = []
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         x, y = batch
@@ -321,12 +321,12 @@ class Many(Net):
         self.log("val", loss, sync_dist=True)
         if dataloader_idx == 1:
             self.log_dict(self.means(logits))
-        self.said.append({"rows": logits.argmax(-1)})
+        self.message.append({"rows": logits.argmax(-1)})
         return loss
 
     def on_validation_epoch_end(self) -> None:
-        self.log("sum", float(sum(held["rows"].sum() for held in self.said)))
-        self.said.clear()
+        self.log("sum", float(sum(held["rows"].sum() for held in self.message)))
+        self.message.clear()
 
 
 class Stream(IterableDataset[Any]):

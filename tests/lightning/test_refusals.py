@@ -11,7 +11,7 @@ from .modules import Counts, Epochs, Judged, Net, Numbers, Remembers, ours, quie
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (Epochs, "training_step uses self.current_epoch"),
         (Numbers, "training_step uses batch_idx"),
@@ -20,8 +20,8 @@ from .modules import Counts, Epochs, Judged, Net, Numbers, Remembers, ours, quie
         (Judged, "a step uses the result of a metric"),
     ],
 )
-def test_what_a_program_would_have_fixed_is_named(make, said):
-    with quiet(), pytest.raises(CaptureError, match=rf"{said}.*parts="):
+def test_what_a_program_would_have_fixed_is_named(make, message):
+    with quiet(), pytest.raises(CaptureError, match=rf"{message}.*parts="):
         ours("single", 1).fit(make().double(), rows())
 
 
@@ -48,7 +48,7 @@ def test_precision_is_said_once():
         trainer(ShardwrightStrategy("single", precision="bf16"), 1, precision="bf16-mixed").fit(Net(), rows())
 
 
-def test_a_module_with_pieces_for_one_plan_is_not_fitted_under_another(tmp_path):
+def test_a_module_with_shards_for_one_plan_is_not_fitted_under_another(tmp_path):
     with quiet():
         net = Net().double()
         ours("single", 1, max_epochs=1).fit(net, rows())

@@ -1,4 +1,4 @@
-"""A model of transformers inside of a LightningModule, made empty and filled piece by piece."""
+"""A model of transformers inside of a LightningModule, made empty and filled shard by shard."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("plan", ["zero3=2", "tp=2"])
 def test_fit_predict_and_fit_again(pools, folder, plan):
-    loss, said, later = tune(0, "", folder, 1)
+    loss, message, later = tune(0, "", folder, 1)
     for mine, words, after in pools[2].run(tune, plan, folder, 2, timeout=120):
         assert mine == pytest.approx(loss, rel=1e-5)
-        assert torch.equal(words, said)
+        assert torch.equal(words, message)
         assert after == pytest.approx(later, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Which converters stand where: two reductions a block and direction, nothing gathered in between."""
+"""Which reshards stand where: two reductions a block and direction, nothing gathered in between."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardwright.lower.overlap import awaited_later, count_early
 from shardwright.lower.tidy import fold_mean
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.lowering import lower
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def program_of(text: str, name: str = "gpt") -> LoweredProgram:
-    graph, analysis = graph_of(name), facts_of(name)
+    graph, analysis = graph_of(name), analysis_of(name)
     return lower(graph, build_plan(graph, parse_plan_string(text), analysis), analysis)
 
 
-def converters(program: LoweredProgram, inside: str = "") -> Counter:
-    """How many converters of each kind there are in a module and what it holds."""
+def reshards(program: LoweredProgram, inside: str = "") -> Counter:
+    """How many reshards of each kind there are in a module and what it holds."""
     kinds = (reshard_kind(op) for op in program.body if op.module_path.startswith(inside))
     return Counter(kind for kind in kinds if kind is not None)
 
@@ -38,7 +38,7 @@ def converters(program: LoweredProgram, inside: str = "") -> Counter:
     ],
 )
 def test_tensor_parallel_blocks_sum_twice_forward_and_twice_backward_and_gather_nothing(name, block):
-    assert converters(program_of("tp=2", name), block) == {"all_reduce": 2, "replicate": 2}
+    assert reshards(program_of("tp=2", name), block) == {"all_reduce": 2, "replicate": 2}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_tensor_parallel_blocks_sum_twice_forward_and_twice_backward_and_gather_
 def test_an_axis_that_is_two_sums_over_both_at_once_and_no_more_than_one_axis(name, block, text, inside):
     program = program_of(text, name)
 
-    assert converters(program, block) == {"all_reduce": 2, "replicate": 2, **inside}
+    assert reshards(program, block) == {"all_reduce": 2, "replicate": 2, **inside}
     sums = [op.argument("axes") for op in program.body if reshard_kind(op) in ("all_reduce", "replicate")]
     assert set(sums) == {("tp0", "tp1")}
 
@@ -60,9 +60,9 @@ def test_an_axis_that_is_two_sums_over_both_at_once_and_no_more_than_one_axis(na
 def test_a_sequence_that_two_axes_cut_is_gathered_and_scattered_over_both_at_once():
     program = program_of("sp=4", "hf_llama")
 
-    assert converters(program, "model.layers.1") == {"all_gather_to_r": 2, "reduce_scatter": 2}
-    talks = [op for op in program.body if reshard_kind(op) is not None]
-    assert {op.argument("axes") for op in talks} == {("tp0", "tp1")}
+    assert reshards(program, "model.layers.1") == {"all_gather_to_r": 2, "reduce_scatter": 2}
+    communicates = [op for op in program.body if reshard_kind(op) is not None]
+    assert {op.argument("axes") for op in communicates} == {("tp0", "tp1")}
 
 
 def test_classes_and_tables_that_two_axes_cut_are_those_of_one_axis():
@@ -78,17 +78,17 @@ def test_classes_and_tables_that_two_axes_cut_are_those_of_one_axis():
 def test_sequence_parallel_blocks_scatter_and_gather_in_their_place(name):
     block = "blocks.1" if name == "gpt" else "transformer.h.1"
 
-    assert converters(program_of("sp=2", name), block) == {"reduce_scatter": 2, "all_gather_to_r": 2}
+    assert reshards(program_of("sp=2", name), block) == {"reduce_scatter": 2, "all_gather_to_r": 2}
 
 
-def test_data_parallel_talks_about_the_loss_only():
+def test_data_parallel_communicates_about_the_loss_only():
     program = program_of("dp=2")
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
 
-    assert converters(program) == {"shard": 2, "all_reduce": 1}
+    assert reshards(program) == {"shard": 2, "all_reduce": 1}
     (count,) = (op for op in program.body if op.target == "runtime.begin_count")
     (total,) = (op for op in program.body if op.target == "comm.all_reduce")
-    assert (count.argument("rows"), loss.inputs[-1]) == (("dp",), count.outputs[0])
+    assert (count.argument("samples"), loss.inputs[-1]) == (("dp",), count.outputs[0])
     assert total.argument("later")
     assert program.values[total.outputs[0]].shape == ()
 
@@ -130,13 +130,13 @@ def test_a_mean_that_nobody_counted_early_is_summed_with_its_count():
     body = tuple(plain if op is loss else op for op in program.body)
 
     (joined,) = (op for op in fold_mean(program.with_(body=body)).body if op.target == "runtime.cross_entropy")
-    assert joined.argument("whole")
+    assert joined.argument("reduced")
     kept = program.with_(body=body, outputs=(*program.outputs, loss.outputs[0]))
     assert fold_mean(kept).body == body
 
 
 def test_two_axes_do_both():
-    kinds = converters(program_of("dp=2,tp=2"), "blocks.1")
+    kinds = reshards(program_of("dp=2,tp=2"), "blocks.1")
 
     assert kinds == {"all_reduce": 2, "replicate": 2}
 

@@ -22,19 +22,19 @@ from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
 from shardwright.storage.zero3 import Zero3
 from tests.lower.test_collectives import program_of
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def passes_of(text: str) -> list:
     """(name, program after it) of every pass, the placing first."""
-    graph, analysis, shown = graph_of("gpt"), facts_of("gpt"), []
+    graph, analysis, shown = graph_of("gpt"), analysis_of("gpt"), []
     plan = build_plan(graph, parse_plan_string(text), analysis)
     lower(graph, plan, analysis, show=lambda name, program: shown.append((name, program)))
     return shown
 
 
 def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
-    graph, analysis, shown = graph_of("gpt"), facts_of("gpt"), []
+    graph, analysis, shown = graph_of("gpt"), analysis_of("gpt"), []
 
     lower(
         graph,
@@ -48,10 +48,10 @@ def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
 
 
 def test_a_plan_for_another_graph_is_refused_before_anything_is_lowered():
-    plan = build_plan(graph_of("gpt"), parse_plan_string("tp=2"), facts_of("gpt"))
+    plan = build_plan(graph_of("gpt"), parse_plan_string("tp=2"), analysis_of("gpt"))
 
     with pytest.raises(PlanError, match="another graph"):
-        lower(graph_of("rotary"), plan, facts_of("rotary"))
+        lower(graph_of("rotary"), plan, analysis_of("rotary"))
 
 
 # Broken programs.
@@ -84,15 +84,15 @@ def test_a_cut_that_does_not_fit_its_shape_is_found():
     name, layout = next((n, held) for n, held in program.layouts.items() if held.shard_of("tp") and n in _made(program))
     value = dataclasses.replace(program.values[name], shape=tuple(size + 1 for size in program.values[name].shape))
 
-    with pytest.raises(LoweringError, match=r"a cut of \d+ elements over tp meets a dim of \d+"):
+    with pytest.raises(LoweringError, match=r"a shard of \d+ elements over tp meets a dim of \d+"):
         check(program.with_(values={**program.values, name: value}))
     assert layout is not None
 
 
 def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
-    """The converter before the second half of a block is taken out."""
+    """The reshard before the second half of a block is taken out."""
     shown = {}
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     lower(
         graph,
         build_plan(graph, parse_plan_string("tp=2"), analysis),
@@ -177,7 +177,7 @@ def test_a_mean_of_what_is_whole_stays_a_mean():
 
 
 def test_fixed_homes_are_kept_for_the_entries_after_the_first():
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     storage_options = {held.name: held.layout for held in program_of("tp=2").parameters}
 
     again = lower(
@@ -307,7 +307,7 @@ def _without_in_place(op):
     return dataclasses.replace(op, arguments=tuple(held for held in op.arguments if held[0] != "in_place"))
 
 
-def test_the_products_of_one_value_are_joined_with_its_converter():
+def test_the_products_of_one_value_are_joined_with_its_reshard():
     joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.replicate_linears"]
 
     assert [len(op.outputs) for op in joined if "layers.0" in op.module_path] == [3, 2]
@@ -322,20 +322,20 @@ def test_joined_products_keep_their_biases_and_each_its_own():
     assert {op.argument("biases") for op in program_of("tp=2", "hf_llama").body if op.target == qkv.target} == {None}
 
 
-def test_a_value_that_something_else_reads_too_keeps_its_converter():
+def test_a_value_that_something_else_reads_too_keeps_its_reshard():
     program = passes_of("tp=2")[-2][1]
-    converter = next(op for op in program.body if op.target == "comm.replicate")
-    at = program.body.index(converter)
+    reshard = next(op for op in program.body if op.target == "comm.replicate")
+    at = program.body.index(reshard)
     other = dataclasses.replace(
-        converter,
+        reshard,
         name="other",
         target="aten.relu.default",
-        inputs=converter.outputs,
-        outputs=(converter.inputs[0] + "@9",),
+        inputs=reshard.outputs,
+        outputs=(reshard.inputs[0] + "@9",),
     )
-    layouts = {**program.layouts, other.outputs[0]: program.layouts[converter.outputs[0]]}
-    values = {**program.values, other.outputs[0]: program.values[converter.outputs[0]]}
+    layouts = {**program.layouts, other.outputs[0]: program.layouts[reshard.outputs[0]]}
+    values = {**program.values, other.outputs[0]: program.values[reshard.outputs[0]]}
     body = (*program.body[: at + 1], other, *program.body[at + 1 :])
 
-    assert converter in overlap(program.with_(body=body, layouts=layouts, values=values)).body
-    assert converter not in overlap(program).body
+    assert reshard in overlap(program.with_(body=body, layouts=layouts, values=values)).body
+    assert reshard not in overlap(program).body

@@ -1,4 +1,4 @@
-"""Programs of segments: how values go between them, how outputs leave, who holds what."""
+"""Programs of stages: how values go between them, how outputs leave, who holds what."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardwright.plan import parse_plan_string
 from shardwright.plan.lowering import PipelinePrograms, _with_others, lower_pipeline
 from shardwright.plan.pipeline import build_pipeline
 from shardwright.rules import analyse
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def lowered(text: str, name: str = "gpt", microbatches: int = 2, batch: int = 12, **options) -> PipelinePrograms:
-    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    graph, analysis = graph_of(name, batch), analysis_of(name, batch)
     return lower_pipeline(
         graph, build_pipeline(graph, parse_plan_string(text), analysis, "", microbatches), analysis, **options
     )
@@ -48,14 +48,14 @@ def lowered_module(
     )
 
 
-# Between segments.
+# Between stages.
 
 
 def test_what_crosses_has_the_shape_of_a_microbatch():
     (passage,) = lowered("pp=2", microbatches=3).passages
 
     assert passage.shape == (4, 12, 32)
-    assert (passage.giver, passage.taker, passage.gradient) == (0, 1, True)
+    assert (passage.sender, passage.receiver, passage.gradient) == (0, 1, True)
     assert passage.sent == passage.received == replicated(3), "time is not in the layouts between devices"
 
 
@@ -94,7 +94,7 @@ def test_partial_sums_are_summed_before_they_go_on():
 
 
 class PartialAtTheCut(nn.Module):
-    """What goes to the second segment is a product without a bias, under tp a partial sum."""
+    """What goes to the second stage is a product without a bias, under tp a partial sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,20 +122,20 @@ def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
 def test_a_skip_goes_straight_to_where_it_is_read():
     made = lowered("pp=4", "unet")
 
-    assert any(taker - giver > 1 for giver, taker in made.edges)
+    assert any(receiver - sender > 1 for sender, receiver in made.edges)
     programs = made.programs
     for passage in made.passages:
-        assert passage.value in programs[passage.taker].received
-        assert passage.value in [output.value for output in programs[passage.giver].graph.outputs]
+        assert passage.value in programs[passage.receiver].received
+        assert passage.value in [output.value for output in programs[passage.sender].graph.outputs]
 
 
-def test_an_op_that_a_segment_runs_beside_its_own_is_split_as_there_on_the_axes_that_it_has():
+def test_an_op_that_a_stage_runs_beside_its_own_is_split_as_there_on_the_axes_that_it_has():
     own, other = {"a": {"dp": "b"}}, {"a": {"dp": "x"}, "c": {"dp": "n", "tp": "k", MB: "n"}}
     meshes = [Mesh(axes=(Axis(name="dp", size=2),)), Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=2)))]
-    segments = [SimpleNamespace(choices=c, mesh=m) for c, m in zip((own, other), meshes, strict=True)]
+    stages = [SimpleNamespace(choices=c, mesh=m) for c, m in zip((own, other), meshes, strict=True)]
     graph = SimpleNamespace(ops=[SimpleNamespace(name="a"), SimpleNamespace(name="c")])
 
-    assert _with_others(segments, 0, graph) == {"a": {"dp": "b"}, "c": {"dp": "n", MB: "n"}}
+    assert _with_others(stages, 0, graph) == {"a": {"dp": "b"}, "c": {"dp": "n", MB: "n"}}
 
 
 # Who holds what.
@@ -148,17 +148,17 @@ def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
 
     assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
     assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
-    assert sum(map(len, held)) == len(set().union(*held)) + 1, "all others by one segment"
+    assert sum(map(len, held)) == len(set().union(*held)) + 1, "all others by one stage"
 
 
-def test_programs_of_segments_run_by_a_schedule_and_leave_nothing_to_be_awaited():
+def test_programs_of_stages_run_by_a_schedule_and_leave_nothing_to_be_awaited():
     for program in lowered("pp=2,dp=2").programs:
         assert program.stepped and not program.puts_off
         assert not any(op.argument("later") for op in program.body)
     assert all(program.puts_off for program in lowered("pp=2,zb").programs)
 
 
-def test_segments_of_one_device_hold_a_tied_weight_alike():
+def test_stages_of_one_device_hold_a_tied_weight_alike():
     made = lowered("pp=2,tp=2,zbv")
     first, last = (
         next(one for one in p.parameters if one.name == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
@@ -206,7 +206,7 @@ def test_losses_are_summed_rows_joined_and_what_time_does_not_cut_is_the_same():
     ]  # fmt: skip
     by_path = {held.path: held for held in exits}
     assert (by_path["h"].dim, by_path["y"].dim) == (0, 1)
-    assert (by_path["h"].segment, by_path["loss"].segment) == (0, 1)
+    assert (by_path["h"].stage, by_path["loss"].stage) == (0, 1)
     assert by_path["h"].value == by_path["twice"].value
 
 
@@ -229,13 +229,13 @@ def test_a_value_that_crosses_and_is_an_output_leaves_whole():
 # Layouts in time.
 
 TIME = Shard(axis=MB, blocks=(Block(1, 8, 1),))
-ROWS = Shard(axis="dp", blocks=(Block(1, 4, 1),))
+PASS_PARTIAL = Shard(axis="dp", blocks=(Block(1, 4, 1),))
 
 
 def test_an_output_is_in_time_as_it_is_made():
     sizes = {MB: 2, "dp": 2}
 
-    assert in_time(replicated(2), make_layout(((TIME, ROWS), ()), {}), sizes) == make_layout(((TIME,), ()), {})
+    assert in_time(replicated(2), make_layout(((TIME, PASS_PARTIAL), ()), {}), sizes) == make_layout(((TIME,), ()), {})
     assert in_time(replicated(0), make_layout((), {MB: Partial("sum"), "dp": INVARIANT}), sizes).placement(
         MB
     ) == Partial("sum")
@@ -243,7 +243,7 @@ def test_an_output_is_in_time_as_it_is_made():
 
 
 def test_time_comes_before_devices_unless_it_is_inside_them():
-    rows = make_layout(((ROWS,), ()), {})
+    rows = make_layout(((PASS_PARTIAL,), ()), {})
     made = make_layout(((TIME,), ()), {})
 
     assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).shards[0]] == [MB, "dp"]
@@ -260,8 +260,8 @@ def test_settling_forgets_sums_over_devices_but_not_over_time():
 
 
 def test_a_plan_for_another_graph_is_refused():
-    graph, analysis = graph_of("gpt", 12), facts_of("gpt", 12)
+    graph, analysis = graph_of("gpt", 12), analysis_of("gpt", 12)
     plan = build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2)
 
     with pytest.raises(PlanError, match="another graph"):
-        lower_pipeline(graph_of("masked", 12), plan, facts_of("masked", 12))
+        lower_pipeline(graph_of("masked", 12), plan, analysis_of("masked", 12))

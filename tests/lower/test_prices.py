@@ -21,8 +21,8 @@ from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.report.communication import runs_again
 from shardwright.reshard import Reshard
-from tests.lower.test_collectives import converters
-from tests.plan.graphs import facts_of, graph_of
+from tests.lower.test_collectives import reshards
+from tests.plan.graphs import analysis_of, graph_of
 
 FLAT = SearchOptions(pipelines=False)
 
@@ -30,7 +30,7 @@ FLAT = SearchOptions(pipelines=False)
 def plan_of(name: str, text: str, cluster: Cluster) -> Plan:
     """A flat plan on all devices of a cluster."""
     request = PlanRequest.read(text, cluster=cluster, options=FLAT)
-    return make_plan(graph_of(name, 8), facts_of(name, 8), request, cluster.size)
+    return make_plan(graph_of(name, 8), analysis_of(name, 8), request, cluster.size)
 
 
 def lowered_seconds(program: LoweredProgram, prices: ReshardPrices) -> float:
@@ -66,9 +66,9 @@ def test_the_reshards_of_a_program_take_no_longer_than_its_plan_says(name, texts
     known = find(cluster)
     for text in texts:
         plan = plan_of(name, text, known)
-        counted = sum(edge.seconds for edge in price(facts_of(name, 8), known, TrainingSetup(), plan).edges)
+        counted = sum(edge.seconds for edge in price(analysis_of(name, 8), known, TrainingSetup(), plan).edges)
 
-        program = lower(graph_of(name, 8), plan, facts_of(name, 8))
+        program = lower(graph_of(name, 8), plan, analysis_of(name, 8))
 
         assert lowered_seconds(program, prices_of(plan.mesh, known)) <= counted * (1 + 1e-9), (text, str(plan.mesh))
 
@@ -83,7 +83,7 @@ def test_where_a_collective_is_slow_a_program_goes_without_it():
     """Sequence parallelism scatters sums; where that is slow, they are reduced and a share is taken."""
     usual, without = plan_of("gpt", "sp=2", find("cpu:2")), plan_of("gpt", "sp=2", slow("reduce_scatter", 2))
 
-    programs = [converters(lower(graph_of("gpt", 8), plan, facts_of("gpt", 8))) for plan in (usual, without)]
+    programs = [reshards(lower(graph_of("gpt", 8), plan, analysis_of("gpt", 8))) for plan in (usual, without)]
 
     assert usual.choices("train") == without.choices("train")
     assert programs[0]["reduce_scatter"] and programs[0]["all_gather_to_r"]
@@ -91,7 +91,7 @@ def test_where_a_collective_is_slow_a_program_goes_without_it():
 
 
 def test_a_plan_file_is_lowered_by_bytes_unless_a_cluster_is_named_with_it(tmp_path: Path):
-    graph, analysis, cluster = graph_of("gpt", 8), facts_of("gpt", 8), slow("reduce_scatter", 2)
+    graph, analysis, cluster = graph_of("gpt", 8), analysis_of("gpt", 8), slow("reduce_scatter", 2)
     plan = plan_of("gpt", "sp=2", cluster)
     plan.save(tmp_path / "plan.json")
 
@@ -100,5 +100,5 @@ def test_a_plan_file_is_lowered_by_bytes_unless_a_cluster_is_named_with_it(tmp_p
 
     assert (plan.made_for, read.made_for, named.made_for) == (cluster, None, cluster)
     assert read.name == plan.name
-    assert converters(lower(graph, read, analysis))["reduce_scatter"]
+    assert reshards(lower(graph, read, analysis))["reduce_scatter"]
     assert lower(graph, named, analysis).body == lower(graph, plan, analysis).body

@@ -17,7 +17,7 @@ from shardwright.runtime import SplitDim
 from shardwright.runtime.collectives import comm
 from shardwright.verify import compile_program
 
-ROWS = 8
+PASS_PARTIAL = 8
 
 
 class Net(nn.Module):
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def x(**options) -> Tensor:
-    return torch.randn(ROWS, 6, **options)
+    return torch.randn(PASS_PARTIAL, 6, **options)
 
 
 def programs_of(
@@ -86,11 +86,11 @@ class Checkpointed(Net):
 @pytest.mark.parametrize(
     ("net", "more", "how"),
     [
-        (Masked, (torch.ones(ROWS),), "sum"),
-        (Clamped, (torch.ones(ROWS),), "sum"),
+        (Masked, (torch.ones(PASS_PARTIAL),), "sum"),
+        (Clamped, (torch.ones(PASS_PARTIAL),), "sum"),
         (Scaled, (), "max"),
         (Centred, (), "sum"),
-        (Counted, (torch.zeros(ROWS, dtype=torch.long),), "sum"),
+        (Counted, (torch.zeros(PASS_PARTIAL, dtype=torch.long),), "sum"),
     ],
 )
 def test_what_inputs_alone_decide_is_found_before_the_first_microbatch(net, more, how, plan):
@@ -100,7 +100,7 @@ def test_what_inputs_alone_decide_is_found_before_the_first_microbatch(net, more
 
 
 def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_its_ops():
-    (program,) = programs_of(Masked(), x(), torch.ones(ROWS))
+    (program,) = programs_of(Masked(), x(), torch.ones(PASS_PARTIAL))
 
     assert [held.path for held in program.prologue_inputs] == ["mask"]
     assert [op.target for op in program.prologue] == ["comm.shard", "aten.sum.default"]
@@ -112,7 +112,7 @@ def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_i
 
 
 def test_without_microbatches_there_is_none():
-    (program,) = programs_of(Masked(), x(), torch.ones(ROWS), microbatches=1)
+    (program,) = programs_of(Masked(), x(), torch.ones(PASS_PARTIAL), microbatches=1)
 
     assert not program.early and not program.prologue
 
@@ -151,7 +151,7 @@ def centred(h: Tensor) -> Tensor:
 
 
 class CustomAlgorithm(Net):
-    """The algorithm of a custom op talks over the batch dim."""
+    """The algorithm of a custom op communicates over the batch dim."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rows(centred(self.a(x))).mean()
@@ -160,7 +160,7 @@ class CustomAlgorithm(Net):
 class Contrastive(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.net(x)
-        return F.cross_entropy(h @ h.T, torch.arange(ROWS))
+        return F.cross_entropy(h @ h.T, torch.arange(PASS_PARTIAL))
 
 
 class Middle(Net):
@@ -185,9 +185,9 @@ def test_what_would_have_to_see_other_microbatches_is_refused_with_its_line_and_
     with pytest.raises(LoweringError) as error:
         programs_of(net(), x(), plan=plan)
 
-    said = str(error.value)
-    assert op in said and "test_prologue.py:" in said
-    assert "microbatches=1" in said and 'semantics="local"' in said
+    message = str(error.value)
+    assert op in message and "test_prologue.py:" in message
+    assert "microbatches=1" in message and 'semantics="local"' in message
 
 
 def test_gradients_that_would_go_back_to_inputs_are_not_lost():

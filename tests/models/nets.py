@@ -104,7 +104,7 @@ class Masked(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """Two towers; each row of one meets each row of the other, so the batch can't be cut without talking."""
+    """Two towers; each row of one meets each row of the other, so the batch can't be cut without communicating."""
 
     def __init__(self, left: int, right: int, d: int) -> None:
         super().__init__()

@@ -252,8 +252,8 @@ class _Watch:
 
     def pytest_exception_interact(self, node: Any, call: Any) -> None:
         if not self.test:
-            said = " ".join(str(call.excinfo.value).split())[:160]
-            self.test, self.error = node.nodeid, f"{call.excinfo.type.__name__}: {said}"
+            message = " ".join(str(call.excinfo.value).split())[:160]
+            self.test, self.error = node.nodeid, f"{call.excinfo.type.__name__}: {message}"
 
 
 def _test_warm(tree: Path, home: Path, order: dict[str, Any]) -> None:
@@ -274,8 +274,8 @@ def _test(tree: Path, home: Path, order: dict[str, Any]) -> None:
         if watch.test or ended not in (0, STOPPED, NOTHING_THERE):
             error = watch.error or f"pytest ended with {ended}"
             outcome = "timed out" if "Timeout" in error else "caught"
-            told = Verdict(name=change["name"], outcome=outcome, test=watch.test or test, error=error, ran=(*ran,))
-            _write(home, told)
+            reported = Verdict(name=change["name"], outcome=outcome, test=watch.test or test, error=error, ran=(*ran,))
+            _write(home, reported)
             return
         if watch.late:
             break

@@ -47,7 +47,7 @@ class Finding:
 def carry_out(task: Task) -> list[Finding]:
     """All samples of a subject."""
     if task.suite == "optimizer":
-        return [Finding(task, said, ways, verdict) for said, ways, verdict in judge_optimizer(task.subject)]
+        return [Finding(task, message, ways, verdict) for message, ways, verdict in judge_optimizer(task.subject)]
     make = op_samples if task.suite == "op" else module_samples
     found: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="shardwright-ops-") as folder:

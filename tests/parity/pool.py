@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.errors import RankError
 from tests.captures import keep_captures
-from tests.runtime.ranks import RankFailed
 
 START = 120.0  # seconds that processes may take to start, on a busy machine
 GRACE = 30.0  # seconds in which other ranks may say what they saw of a failure
@@ -45,10 +45,10 @@ class Pool:
         failed = [(rank, answer[1]) for rank, answer in enumerate(answers) if not answer[0]]
         if failed:
             rank, (error, text) = min(failed, key=lambda held: _is_echo(held[1][1]))
-            said = f"rank {rank} of {self.size} failed:\n{text}"
+            message = f"rank {rank} of {self.size} failed:\n{text}"
             if error is None:
-                raise RankFailed(said)
-            error.add_note(said)
+                raise RankError(message)
+            error.add_note(message)
             raise error
         return [answer[1] for answer in answers]
 
@@ -87,7 +87,7 @@ class Pool:
         ready = self._collect(START)
         if not all(fine for fine, _ in ready):
             self.close()
-            raise RankFailed(f"the processes did not start: {ready}")
+            raise RankError(f"the processes did not start: {ready}")
 
     def _collect(self, timeout: float) -> list[tuple[bool, Any]]:
         waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._members)}
@@ -133,10 +133,10 @@ def _serve(connection: Connection, rank: int, size: int, port: int, timeout: flo
     except EOFError:
         os._exit(0)
     except BaseException as error:
-        said = io.StringIO()
-        with redirect_stderr(said):
+        message = io.StringIO()
+        with redirect_stderr(message):
             sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
-        connection.send_bytes(_failed(error, said.getvalue()))
+        connection.send_bytes(_failed(error, message.getvalue()))
         os._exit(1)
 
 

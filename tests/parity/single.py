@@ -173,7 +173,7 @@ def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, 
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
-    """Every gradient of a compiled model, put together from the pieces. All ranks must call it."""
+    """Every gradient of a compiled model, put together from the shards. All ranks must call it."""
     holding = state_of(model)
     found: dict[str, Tensor | None] = {}
     for held in holding.specs:

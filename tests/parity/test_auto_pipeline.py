@@ -27,6 +27,6 @@ def test_a_model_that_does_not_fit_trains_on_four_ranks_within_the_limit(pools, 
     found = plan(module, example=args, cluster=4, memory=LIMIT)
     found.save(tmp_path / "plan.json")
     measured = pools[4].run(peak, str(tmp_path / "plan.json"), timeout=120)
-    said = found.predicted["train"]["memory"]["peak"]
+    message = found.predicted["train"]["memory"]["peak"]
     assert max(measured) < LIMIT
-    assert abs(said / max(measured) - 1) < 0.15
+    assert abs(message / max(measured) - 1) < 0.15

@@ -97,8 +97,8 @@ def on_this_rank(rank: int) -> tuple[bool, str]:
 
 
 def test_on_real_processes(pools):
-    for passed, said in pools[2].run(on_this_rank, timeout=120):
-        assert passed, said
+    for passed, message in pools[2].run(on_this_rank, timeout=120):
+        assert passed, message
 
 
 def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():

@@ -59,7 +59,7 @@ def run_rank(rank: int, directory: str) -> dict[str, Any]:
         return {
             "forward": list(forward), "backward": list(backward), "shapes": shapes.seen, "program": program,
             "text": model.generated.read_text(), "loss": tuple(loss.shape), "world": dist.get_world_size(),
-            "pieces": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.specs},
+            "shards": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.specs},
             "gradients": {held.name: tuple(holding.parameters[held.name].grad.shape) for held in holding.specs},
         }  # fmt: skip
     finally:
@@ -109,16 +109,16 @@ def test_values_have_the_shapes_that_their_layouts_say(runs, rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_pieces_and_gradients_have_their_local_shapes(runs, rank):
-    program, pieces = runs[rank]["program"], runs[rank]["pieces"]
+def test_shards_and_gradients_have_their_local_shapes(runs, rank):
+    program, shards = runs[rank]["program"], runs[rank]["shards"]
     sizes, at = program.mesh.sizes, dict(program.mesh.coordinates(rank))
     for held in program.parameters:
-        if held.name in pieces:
+        if held.name in shards:
             whole = program.graph.values[held.value].shape
-            assert pieces[held.name] == held.layout.local_shape(whole, sizes, at)
-            assert runs[rank]["gradients"][held.name] == pieces[held.name]
-    assert pieces["blocks.0.attn.qkv.weight"] == (3 * 32 // TP, 32)
-    assert pieces["blocks.0.down.weight"] == (32, 128 // TP)
+            assert shards[held.name] == held.layout.local_shape(whole, sizes, at)
+            assert runs[rank]["gradients"][held.name] == shards[held.name]
+    assert shards["blocks.0.attn.qkv.weight"] == (3 * 32 // TP, 32)
+    assert shards["blocks.0.down.weight"] == (32, 128 // TP)
 
 
 def test_the_comments_of_the_file_are_shapes_that_occur(runs):

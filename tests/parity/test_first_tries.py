@@ -266,7 +266,7 @@ VALUES = {"weight": torch.ones(12, 8, dtype=torch.float64), "bias": torch.ones(1
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero3=2", "pp=2"])
-def test_whole_tensors_are_loaded_with_the_whole_model_and_not_into_a_piece(plan):
+def test_whole_tensors_are_loaded_with_the_whole_model_and_not_into_a_shard(plan):
     def loop(model, optimizer):
         compiled(model).load_state_dict({f"up.{key}": value for key, value in VALUES.items()}, strict=False)
         return parameters(model)

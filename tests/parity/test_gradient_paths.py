@@ -17,7 +17,7 @@ SPLIT = ("tp=2", "zero3=2")
 
 
 def compiled(model):
-    """A model whose parameters are those that a call uses: pieces are there after the first."""
+    """A model whose parameters are those that a call uses: shards are there after the first."""
     model(X, LABELS)
     return model
 

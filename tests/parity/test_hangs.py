@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def message(tmp_path_factory):
     """What the rank says that waits for the one that sleeps; all cases at once, since they only wait."""
 
     folders = {name: str(tmp_path_factory.mktemp(name)) for name in CASES}
@@ -48,8 +48,8 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["op", "gloo"])
-def test_a_rank_that_sleeps_in_an_op(said, case):
-    first, waits, sleeps = said[case].splitlines()
+def test_a_rank_that_sleeps_in_an_op(message, case):
+    first, waits, sleeps = message[case].splitlines()
     assert re.search(
         r"waited for each other for \d+ s: all_reduce of a tensor \[4, 8\] \(no\. \d+ of its group\)", first
     )
@@ -59,23 +59,23 @@ def test_a_rank_that_sleeps_in_an_op(said, case):
     assert re.match(r"  rank 1 is busy at \S+failing\.py:\d+ \(time\.sleep\(NAP\)\)", sleeps)
 
 
-def test_a_rank_that_sleeps_in_backward(said):
-    first, _, sleeps = said["backward"].splitlines()
+def test_a_rank_that_sleeps_in_backward(message):
+    first, _, sleeps = message["backward"].splitlines()
     assert "all_reduce of a tensor [4, 8]" in first
     assert re.search(r"in backward of \S+\.py:\d+ \(\w+ = runtime\.replicate_linear\(.*from failing\.py:", first)
     assert "rank 1 is busy" in sleeps
 
 
-def test_a_rank_that_sleeps_in_the_users_loop(said):
-    first, sleeps, waits = said["loop"].splitlines()
+def test_a_rank_that_sleeps_in_the_users_loop(message):
+    first, sleeps, waits = message["loop"].splitlines()
     assert "digests of the inputs" in first and "loss = model(x)" in first
     assert "entered by rank 1, not by rank 0" in first
     assert re.match(r"  rank 0 is busy at \S+failing\.py:\d+ \(time\.sleep\(NAP\)\)", sleeps)
     assert "rank 1 waits at" in waits
 
 
-def test_a_stage_that_sleeps(said):
-    first, sleeps, waits = said["pipeline"].splitlines()
+def test_a_stage_that_sleeps(message):
+    first, sleeps, waits = message["pipeline"].splitlines()
     assert re.search(r"rank 1 in step F1\.0 waits for message \d+ of rank 0, which has sent \d+", first)
     assert sleeps.startswith("  rank 0 in step F0.0, is busy at ")
     assert waits.startswith("  rank 1 in step F1.0, waits at ")

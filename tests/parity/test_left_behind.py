@@ -129,7 +129,7 @@ class Around(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda model: Around(sgd(model)), r"Around is around a SGD; pass that"),
         (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), r"StepLR is around a SGD"),
@@ -137,9 +137,9 @@ class Around(torch.optim.Optimizer):
         (lambda model: [sgd(model), 3], "the optimizer is a int"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(tmp_path, make, said):
+def test_what_is_no_optimizer_is_refused(tmp_path, make, message):
     model = two()
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         on_one(model, make(model), tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_an_optimizer_made_of_the_compiled_parameters_trains_them(tmp_path, plan
 
 
 @pytest.mark.parametrize(
-    ("plan", "kind", "said"),
+    ("plan", "kind", "message"),
     [
         ("zero1=2", torch.optim.SGD, "through a share or a master"),
         ("zero2=2", torch.optim.SGD, "through a share or a master"),
@@ -212,14 +212,14 @@ def test_an_optimizer_made_of_the_compiled_parameters_trains_them(tmp_path, plan
         ("zero3=2", torch.optim.LBFGS, "more than the same element"),
     ],
 )
-def test_where_it_would_be_wrong_it_has_to_be_passed(tmp_path, plan, kind, said):
+def test_where_it_would_be_wrong_it_has_to_be_passed(tmp_path, plan, kind, message):
     def run(rank):
         made = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
         optimizer = kind(made.parameters(), lr=0.1)
         made(X).backward()
         optimizer.step(lambda: made(X))
 
-    with pytest.raises(InputError, match=f"did not have when it was passed to sw.parallelize: .*{said}"):
+    with pytest.raises(InputError, match=f"did not have when it was passed to sw.parallelize: .*{message}"):
         run_ranks(2, run)
 
 
@@ -312,7 +312,7 @@ def test_parameters_of_a_class_of_their_own_are_left_behind_too(tmp_path):
 
 
 def test_in_a_pipeline_the_original_is_right_until_something_is_trained(tmp_path):
-    """Also where another rank has the piece."""
+    """Also where another rank has the shard."""
 
     def run(rank):
         model = two()

@@ -110,7 +110,7 @@ def test_a_hidden_state_made_before_the_first_call_does_not_decide_the_plan(tmp_
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero3=2"])
-def test_an_optimizer_that_a_method_makes_trains_the_pieces(plan, tmp_path):
+def test_an_optimizer_that_a_method_makes_trains_the_shards(plan, tmp_path):
     def loop(model):
         model(X)
         optimizer = model.optimizer()

@@ -108,7 +108,7 @@ def test_what_can_not_be_right_is_refused(make, plan, words):
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero2=2"])
-def test_rprop_with_a_closure_fills_by_masks_of_pieces(plan):
+def test_rprop_with_a_closure_fills_by_masks_of_shards(plan):
     def loop(model, optimizer, case):
         def closure():
             optimizer.zero_grad()

@@ -91,7 +91,7 @@ def test_updates_by_hand(plan):
         lambda p: setattr(p, "data", torch.zeros(3, 3)),
     ],
 )
-def test_what_would_be_about_a_piece_is_refused(plan, use):
+def test_what_would_be_about_a_shard_is_refused(plan, use):
     def loop(model, optimizer):
         trained(model)
         with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_share_of_a_gradient_beside_a_whole_parameter_is_refused():
                 parameter -= 0.1 * parameter.grad
         return []
 
-    with pytest.raises(InputError, match="this rank holds a piece"):
+    with pytest.raises(InputError, match="this rank holds a shard"):
         on_ranks_only(Classifier, "zero2=2", loop)
 
 
@@ -192,7 +192,7 @@ def test_weights_are_swapped_with_their_average_and_put_back(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_whole_tensor_may_be_set_as_the_data_of_a_piece(plan):
+def test_a_whole_tensor_may_be_set_as_the_data_of_a_shard(plan):
     def loop(model, optimizer):
         weight = compiled(model).up.weight
         weight.data = torch.arange(12 * 8, dtype=torch.float64).view(12, 8) / 96

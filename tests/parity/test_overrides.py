@@ -211,7 +211,7 @@ def hooked(register):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (OnlySecond, "state_dict"),
         (Extra, "get_extra_state"),
@@ -219,15 +219,15 @@ def hooked(register):
         (hooked("register_state_dict_pre_hook"), "_state_dict_pre_hooks"),
     ],
 )
-def test_a_state_dict_of_the_user_s_is_not_passed_over(kind, said, tmp_path):
+def test_a_state_dict_of_the_user_s_is_not_passed_over(kind, message, tmp_path):
     model = compile_single(made(kind), tmp_path, example=(X,))
-    with pytest.raises(InputError, match=f"has {said} of its own.*sw.save.*full_state_dict"):
+    with pytest.raises(InputError, match=f"has {message} of its own.*sw.save.*full_state_dict"):
         model.state_dict()
     assert set(model.full_state_dict()) == set(made(Plain).state_dict())
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (Doubled, "load_state_dict"),
         (Extra, "set_extra_state"),
@@ -235,9 +235,9 @@ def test_a_state_dict_of_the_user_s_is_not_passed_over(kind, said, tmp_path):
         (hooked("register_load_state_dict_post_hook"), "_load_state_dict_post_hooks"),
     ],
 )
-def test_nor_is_a_loading_of_the_user_s(kind, said, tmp_path):
+def test_nor_is_a_loading_of_the_user_s(kind, message, tmp_path):
     model = compile_single(made(kind), tmp_path, example=(X,))
-    with pytest.raises(InputError, match=f"has {said} of its own.*before sw.parallelize"):
+    with pytest.raises(InputError, match=f"has {message} of its own.*before sw.parallelize"):
         model.load_state_dict(made(Plain).state_dict())
 
 

@@ -79,7 +79,7 @@ def test_backward_again_if_the_graph_is_retained(backward):
 
 def test_hooks_on_parameters_see_and_change_gradients():
     def loop(model, optimizer, case):
-        model(*case.args)  # hooks are for the pieces, which are there after the first call
+        model(*case.args)  # hooks are for the shards, which are there after the first call
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: 2 * gradient)
         model(*case.args).backward()

@@ -123,16 +123,16 @@ def test_microbatches_may_be_batches_of_their_own(pools, tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    ("plan", "microbatches", "said"),
+    ("plan", "microbatches", "message"),
     [
         ("pp=2", 3, "a batch of 4 does not divide into 3 microbatches; 1, 2, 4 would do"),
-        ("pp=2", 8, "8 microbatches are more than the batch has rows"),
-        ("pp=2,interleaved=9", 2, "18 segments are asked for, and the model can be cut in"),
+        ("pp=2", 8, "8 microbatches are more than the batch has samples"),
+        ("pp=2,interleaved=9", 2, "18 stages are asked for, and the model can be cut in"),
         ("pp=2,dp", 2, "does not say how many devices dp has"),
         ("pp=1+3", 2, "say how each uses them"),
         ("gpipe", 2, "no pipeline"),
     ],
 )
-def test_wishes_that_can_not_be(pools, tmp_path, plan, microbatches, said):
-    with pytest.raises(PlanError, match=said):
+def test_wishes_that_can_not_be(pools, tmp_path, plan, microbatches, message):
+    with pytest.raises(PlanError, match=message):
         faults(pools, tmp_path, "mlp", plan, 4 if "=2," in plan and "interleaved" not in plan else 2, microbatches)

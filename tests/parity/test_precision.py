@@ -36,9 +36,9 @@ def train(model, optimizer, case, steps=2):
     return seen + parameters(model)
 
 
-def alone(name, said):
+def alone(name, message):
     """The original on one device, in a precision."""
-    case, precision = ZOO[name](dtype=torch.float32), read_precision(said)
+    case, precision = ZOO[name](dtype=torch.float32), read_precision(message)
     with casting(cast(case.module, precision), precision):
         return train(case.module, sgd(case.module.parameters()), case)
 
@@ -48,10 +48,10 @@ def apart(found, wanted):
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
 
 
-@pytest.mark.parametrize("said", ["bf16-mixed", "fp16-mixed"])
-def test_one_rank_does_what_autocast_does_to_the_last_bit(said):
+@pytest.mark.parametrize("message", ["bf16-mixed", "fp16-mixed"])
+def test_one_rank_does_what_autocast_does_to_the_last_bit(message):
     case = ZOO["gpt"](dtype=torch.float32)
-    kind = torch.bfloat16 if said == "bf16-mixed" else torch.float16
+    kind = torch.bfloat16 if message == "bf16-mixed" else torch.float16
 
     class Under:
         def __getattr__(self, name):
@@ -63,15 +63,15 @@ def test_one_rank_does_what_autocast_does_to_the_last_bit(said):
 
     wanted = train(Under(), sgd(case.module.parameters()), case)
     assert wanted[1].dtype == torch.float32
-    (found,) = on_ranks("gpt", "single", train, dtype=torch.float32, precision=said)
+    (found,) = on_ranks("gpt", "single", train, dtype=torch.float32, precision=message)
     assert apart(found, wanted) == 0.0
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "dp=2,tp=2"])
-@pytest.mark.parametrize("said", ["bf16-mixed", "bf16"])
-def test_ranks_round_as_one_device_does(said, plan):
-    wanted = alone("mlp", said)
-    for found in on_ranks("mlp", plan, train, dtype=torch.float32, precision=said):
+@pytest.mark.parametrize("message", ["bf16-mixed", "bf16"])
+def test_ranks_round_as_one_device_does(message, plan):
+    wanted = alone("mlp", message)
+    for found in on_ranks("mlp", plan, train, dtype=torch.float32, precision=message):
         assert apart(found, wanted) < torch.finfo(torch.bfloat16).eps
         assert {held.dtype for held in found[1:5]} == {torch.float32}  # gradients, of masters too
 
@@ -158,7 +158,7 @@ ROWS = torch.tensor([[256.0], [1.0]]).expand(2, 4).contiguous()
 
 @pytest.mark.parametrize("plan", ["dp=2", "zero2=2", "zero3=2"])
 @pytest.mark.parametrize(
-    ("said", "sums"),
+    ("message", "sums"),
     [
         ({"base": "bf16", "sync": "float32"}, {257.0}),
         ("bf16", {256.0, 258.0}),
@@ -166,12 +166,12 @@ ROWS = torch.tensor([[256.0], [1.0]]).expand(2, 4).contiguous()
         ("fp32", {257.0}),
     ],
 )
-def test_gradients_are_summed_in_the_dtype_that_is_asked_for(plan, said, sums):
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(plan, message, sums):
     nets, folder = [Weighted() for _ in range(2)], tempfile.mkdtemp(prefix="sync-")
 
     def run(rank):
         made = torch.optim.SGD(nets[rank].parameters(), lr=1.0)
-        model, _ = parallelize(nets[rank], made, plan=plan, compile={"directory": folder}, precision=said)
+        model, _ = parallelize(nets[rank], made, plan=plan, compile={"directory": folder}, precision=message)
         model(ROWS).backward()
         return gradients(model)[0]
 
@@ -181,8 +181,8 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(plan, said, sums):
 
 
 def test_a_submodule_may_compute_in_another_dtype():
-    said = {"base": "bf16", "overrides": {"*ln*": "float32"}}
-    wanted = alone("gpt", said)
+    message = {"base": "bf16", "overrides": {"*ln*": "float32"}}
+    wanted = alone("gpt", message)
 
     def loop(model, optimizer, case):
         found = train(model, optimizer, case)
@@ -191,7 +191,7 @@ def test_a_submodule_may_compute_in_another_dtype():
         assert ".ln1.weight" in model.generated.read_text()
         return found
 
-    (found,) = on_ranks("gpt", "single", loop, dtype=torch.float32, precision=said)
+    (found,) = on_ranks("gpt", "single", loop, dtype=torch.float32, precision=message)
     assert apart(found[:1], wanted[:1]) == 0.0  # the loss of the first step, which has no masters in it yet
 
 

@@ -1,4 +1,4 @@
-"""Random ops that know no pieces are drawn alike on all ranks, whole, and again from the same key."""
+"""Random ops that know no shards are drawn alike on all ranks, whole, and again from the same key."""
 
 import torch
 from torch import Tensor, nn

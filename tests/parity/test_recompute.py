@@ -143,7 +143,7 @@ def test_eight_recomputed_layers_keep_a_fraction():
 
 @lru_cache
 def issued(text: str, *paths: str) -> Counter[tuple[str, str]]:
-    """The collectives of a step that converters issue, as they run."""
+    """The collectives of a step that reshards issue, as they run."""
     module, args = gpt(3)
 
     def run(rank):

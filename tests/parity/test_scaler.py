@@ -1,4 +1,4 @@
-"""A loss scaler in the ordinary loop: an infinity in one rank's piece, and all ranks skip the step."""
+"""A loss scaler in the ordinary loop: an infinity in one rank's shard, and all ranks skip the step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def plant(model, key):
         return 0
     last = tuple(size - 1 for size in parameter.spec.shape)
     leaf = parameter if parameter.shard is None else parameter.shard
-    piece = local_region(leaf.spread, parameter.spec.shape, holding.groups.mesh.sizes, coordinates(holding.groups))
-    for offset, at, sizes in piece.boxes:
+    shard = local_region(leaf.spread, parameter.spec.shape, holding.groups.mesh.sizes, coordinates(holding.groups))
+    for offset, at, sizes in shard.boxes:
         if all(start <= place < start + size for start, place, size in zip(offset, last, sizes, strict=True)):
             inside = tuple(a + place - start for a, place, start in zip(at, last, offset, strict=True))
             gradient = leaf.grad
@@ -102,7 +102,7 @@ def run(plan, key, before, make, **options):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if "pp" not in plan])
-def test_an_infinity_in_one_piece_is_seen_by_all(plan, fused):
+def test_an_infinity_undivided_is_seen_by_all(plan, fused):
     planted = run(plan, "up.weight", False, adamw(fused))
     assert sum(planted) >= 1
     if plan != "dp=2":

@@ -168,7 +168,7 @@ class Dropped(nn.Module):
         return (F.dropout(x * self.weight, 0.5) * torch.arange(1.0, 65.0, dtype=x.dtype)).sum()
 
 
-def test_dropout_masks_differ_on_pieces():
+def test_dropout_masks_differ_on_shards():
     """Rows of ones: the gradient of the weight is the sum of both ranks' masks. If they were equal it had no 2s."""
     x = torch.ones(2, 64, dtype=torch.float64)
 

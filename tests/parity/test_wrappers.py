@@ -93,7 +93,7 @@ def around(rank, folder, name, nested):
 
 
 @pytest.mark.parametrize(("name", "nested"), [(name, False) for name in AROUND] + [(n, True) for n in list(AROUND)[:3]])
-def test_what_would_tear_pieces_is_refused(pools, tmp_path, name, nested):
+def test_what_would_tear_shards_is_refused(pools, tmp_path, name, nested):
     """Before it has touched them."""
     for text, untouched in pools[2].run(around, str(tmp_path), name, nested):
         assert "can't be put around a compiled model" in text
@@ -256,9 +256,9 @@ IN = {
 @pytest.mark.parametrize("what", IN)
 @pytest.mark.parametrize("take", [parallelize, make_plan, verify])
 def test_what_can_t_go_in_is_refused_with_the_way_out(tmp_path, what, take):
-    make, said = IN[what]
+    make, message = IN[what]
     options = {} if take is make_plan else {"compile": {"directory": tmp_path}}
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         take(make(tmp_path), plan="single", example=(X,), **options)
 
 
@@ -279,12 +279,12 @@ def wrapped_before(rank, folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [("DistributedDataParallel", 'plan="dp=N"'), ("fully_shard", 'plan="zero3=N"'), ("DTensor", "up.weight is a DT")],
 )
-def test_what_is_distributed_already_is_refused(pools, tmp_path, kind, said):
+def test_what_is_distributed_already_is_refused(pools, tmp_path, kind, message):
     for text in pools[2].run(wrapped_before, str(tmp_path), kind):
-        assert said in text
+        assert message in text
 
 
 def test_scripts_that_unwrap_ddp_need_no_change(tmp_path):

@@ -21,7 +21,7 @@ def graph_of(name: str, batch: int = 4) -> Graph:
 
 
 @lru_cache
-def facts_of(name: str, batch: int = 4) -> Analysis:
+def analysis_of(name: str, batch: int = 4) -> Analysis:
     return analyse(graph_of(name, batch))
 
 

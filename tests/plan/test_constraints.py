@@ -34,7 +34,7 @@ from shardwright.plan.limits import bind
 from shardwright.plan.price import price
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
-from tests.plan.graphs import facts_of
+from tests.plan.graphs import analysis_of
 from tests.runtime.ranks import run_ranks
 
 CLUSTER, TWO = find("cpu:4"), find("2x1xcpu")
@@ -51,7 +51,7 @@ def classes_of(name):
 def searched(name, entries, cluster=CLUSTER, memory=None) -> SearchResult:
     constraints = read_constraints(entries, classes_of(name))
     return search(
-        facts_of(name), cluster, TrainingSetup(), SearchOptions(constraints=constraints, memory=memory, aim=0.05)
+        analysis_of(name), cluster, TrainingSetup(), SearchOptions(constraints=constraints, memory=memory, aim=0.05)
     )
 
 
@@ -92,14 +92,14 @@ def test_all_faults_of_a_list_are_named_at_once():
         {"module": "a", "split": "n", "zero": 1},
         {"module": "a"},
         "memory",
-        {"module": "a", "whole": False},
+        {"module": "a", "replicated": False},
         {"split": "n", "on": "tp"},
         {"memory": "much"},
         {"memory": "1GiB", "on": "tp"},
         {"module": "a", "zero": 4},
         {"together": True},
         {"op": "linear", "recompute": True},
-        {"module": [], "whole": True},
+        {"module": [], "replicated": True},
         {"axis": "tp2", "inside": "rack", "splits": "rows"},
     ]
     with pytest.raises(PlanError) as caught:
@@ -109,6 +109,11 @@ def test_all_faults_of_a_list_are_named_at_once():
         assert any(f"entry {number}" in line for line in lines), number
     assert len([line for line in lines if "entry 1:" in line or "entry 13:" in line]) == 4
     assert any("there is no axis 'tp'" in line and "add {axis: tp}" in line for line in lines)
+
+
+def test_the_old_name_of_a_constraint_is_refused_with_the_new_one():
+    with pytest.raises(PlanError, match=r"entry 1: .*whole is called replicated now; write replicated: true"):
+        read_constraints([{"module": "a", "whole": True}])
 
 
 @pytest.mark.parametrize(
@@ -124,9 +129,9 @@ def test_a_file_that_is_no_list_is_refused(tmp_path, text, why):
 
 def test_names_that_the_model_does_not_have_are_named_at_once():
     entries = [
-        {"module": "block.*.up", "whole": True},
-        {"class": "Blok", "whole": True},
-        {"op": "liner", "whole": True},
+        {"module": "block.*.up", "replicated": True},
+        {"class": "Blok", "replicated": True},
+        {"op": "liner", "replicated": True},
         {"module": "blocks.*.up", "split": "q"},
         {"module": "blocks.0.ln1", "split": "sequence"},
     ]
@@ -177,7 +182,7 @@ def test_an_axis_inside_of_nodes_is_the_last():
 
 def test_an_axis_that_splits_the_batch_splits_nothing_else():
     plan = planned("gpt", [{"axis": "dp", "size": 4, "splits": "batch"}])
-    analysis = facts_of("gpt")
+    analysis = analysis_of("gpt")
     picked = {op: choice["dp"] for op, choice in plan.choices("train").items() if "dp" in choice}
     roles = [analysis.signatures[op].role(name) for op, name in picked.items() if name != "fan"]
     assert len(roles) > 40
@@ -199,17 +204,17 @@ def test_without_an_axis_any_will_do():
 @pytest.mark.parametrize(("word", "size"), [("batch", 4), ("sequence", 12)])
 def test_batch_and_sequence_are_words_for_labels(word, size):
     plan = planned("gpt", [{"axis": "tp", "size": 2}, {"op": "aten.layer_norm", "split": word, "on": "tp"}])
-    signature = facts_of("gpt").signatures["ln / layer_norm"]
+    signature = analysis_of("gpt").signatures["ln / layer_norm"]
     assert signature.role(plan.choices("train")["ln / layer_norm"]["tp"]).size == size
 
 
 def test_what_is_whole_is_split_on_no_axis_or_not_on_one():
-    entries = [{"axis": "dp", "size": 4, "splits": "batch"}, {"class": "LayerNorm", "whole": True}]
+    entries = [{"axis": "dp", "size": 4, "splits": "batch"}, {"class": "LayerNorm", "replicated": True}]
     plan = planned("gpt", entries)
-    norms = [op for op in facts_of("gpt").graph.by_name if "layer_norm" in op]
+    norms = [op for op in analysis_of("gpt").graph.by_name if "layer_norm" in op]
     assert len(norms) == 5
     assert not [op for op in norms if op in plan.choices("train")]
-    entries = [{"axis": "dp", "splits": "batch"}, {"axis": "tp"}, {"op": "gelu", "whole": True, "on": "tp"},
+    entries = [{"axis": "dp", "splits": "batch"}, {"axis": "tp"}, {"op": "gelu", "replicated": True, "on": "tp"},
                {"module": "blocks.*.up", "split": "n", "on": "tp"}]  # fmt: skip
     assert set(planned("gpt", entries).choices("train")["blocks.0 / gelu"]) == {"dp"}
 
@@ -219,7 +224,7 @@ def test_modules_that_are_together_are_split_alike():
     apart = planned("gpt", [split]).choices("train")
     alike = planned("gpt", [split, {"class": "Block", "together": True}]).choices("train")
     assert "blocks.1.up / linear" not in apart
-    for op in [op for op in facts_of("gpt").graph.by_name if op.startswith("blocks.0")]:
+    for op in [op for op in analysis_of("gpt").graph.by_name if op.startswith("blocks.0")]:
         assert alike.get(op) == alike.get(op.replace("blocks.0", "blocks.1")), op
     assert "n" in alike["blocks.1.up / linear"].values()
 
@@ -253,13 +258,13 @@ def test_layers_that_are_together_are_recomputed_alike_and_priced_as_they_are():
     result = searched("gpt", entries)
     assert result.plan.entries["train"][0].recompute == ("blocks.0.attn", "blocks.1.attn")
     assert result.best.solution is not None
-    seconds = price(facts_of("gpt"), CLUSTER, TrainingSetup(), result.plan).seconds
+    seconds = price(analysis_of("gpt"), CLUSTER, TrainingSetup(), result.plan).seconds
     assert seconds == pytest.approx(result.best.solution.time)
 
 
 def test_memory_is_kept_to():
     free, limited = searched("gpt", [DATA], cluster=TWO), searched("gpt", [DATA, {"memory": SHORT}], cluster=TWO)
-    before, after = (price(facts_of("gpt"), TWO, TrainingSetup(), result.plan) for result in (free, limited))
+    before, after = (price(analysis_of("gpt"), TWO, TrainingSetup(), result.plan) for result in (free, limited))
     assert before.memory.peak > SHORT >= after.memory.peak
     assert before.seconds < after.seconds
 
@@ -298,12 +303,12 @@ CLASHES = [
     ([{"memory": "1GiB"}, {"axis": "tp", "size": 8}, {"zero": 1}], [2]),
     ([{"axis": "tp", "size": 4}, {"axis": "dp", "size": 2}], [1, 2]),
     ([{"axis": "tp", "size": 2}, {"zero": 2}, {"axis": "tp", "size": 4}], [1, 3]),
-    ([{"axis": "tp"}, {"module": UP, "split": "n", "on": "tp"}, {"module": UP, "whole": True}], [2, 3]),
+    ([{"axis": "tp"}, {"module": UP, "split": "n", "on": "tp"}, {"module": UP, "replicated": True}], [2, 3]),
     ([{"axis": "tp"}, {"module": UP, "split": "n", "on": "tp"}, {"module": UP, "split": "k", "on": "tp"}], [2, 3]),
     ([{"axis": "dp", "splits": "batch"}, {"module": UP, "split": "n", "on": "dp"}], [1, 2]),
     ([{"axis": "tp", "size": 4}, {"zero": 2}, {"module": "blocks.0.attn.qkv", "split": "n.0", "on": "tp"}], [1, 3]),
     ([{"module": "blocks.*", "together": True}, {"module": UP, "split": "n"}, {"zero": 3},
-      {"module": "blocks.1.up", "whole": True}], [1, 2, 4]),
+      {"module": "blocks.1.up", "replicated": True}], [1, 2, 4]),
     ([{"module": "blocks.0.attn", "recompute": True}, {"op": "linear", "zero": 1},
       {"class": "Attention", "recompute": False}], [1, 3]),
     ([{"memory": "1KiB"}, {"zero": 0}], [1]),
@@ -339,7 +344,7 @@ def test_the_memory_of_a_device_may_be_what_clashes():
 
 def frame_of(name):
     return lambda constraints: SearchContext(
-        facts_of(name), CLUSTER, TrainingSetup(), bind(constraints, facts_of(name))
+        analysis_of(name), CLUSTER, TrainingSetup(), bind(constraints, analysis_of(name))
     )
 
 
@@ -352,7 +357,7 @@ def test_out_of_time_it_says_that_there_may_be_less():
 
 POOL = [
     {"axis": "tp", "size": 2}, {"axis": "tp", "size": 4}, {"axis": "dp", "size": 2}, {"axis": "dp", "splits": "batch"},
-    {"op": "linear", "split": "n"}, {"op": "linear", "whole": True}, {"op": "linear", "split": "batch"},
+    {"op": "linear", "split": "n"}, {"op": "linear", "replicated": True}, {"op": "linear", "split": "batch"},
     {"module": "up", "split": "k"}, {"module": "down", "split": "n"}, {"zero": 0}, {"zero": 2},
     {"memory": "12KiB"}, {"memory": "16KiB"}, {"memory": "24KiB"}, {"together": True, "class": "Linear"},
 ]  # fmt: skip
@@ -380,7 +385,7 @@ def test_what_is_named_clashes_and_nothing_less_does(entries):
     [
         ("gpt", [{"axis": "tp", "size": 2}, {"module": "blocks.*.up", "split": "n", "on": "tp"},
                  {"module": "blocks.*.down", "split": "k", "on": "tp"}, {"axis": "dp", "splits": "batch"},
-                 {"class": "LayerNorm", "whole": True}, {"module": "blocks.0", "recompute": True}]),
+                 {"class": "LayerNorm", "replicated": True}, {"module": "blocks.0", "recompute": True}]),
         ("mlp", [{"op": "linear", "split": "n"}, {"axis": "ep", "size": 2}]),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names in a plan file: ops of a segment by module, runs of layers as one, and back again."""
+"""Names in a plan file: ops of a stage by module, runs of layers as one, and back again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from shardwright.errors import PlanError
 from shardwright.plan.folding import cover, module_of, uncover
 from shardwright.plan.stages import OpSequence
-from tests.plan.graphs import facts_of
+from tests.plan.graphs import analysis_of
 
 LAYERS = [f"blocks.{number}.{part} / linear" for number in range(8) for part in ("up", "down")]
 
@@ -25,7 +25,7 @@ def test_a_run_of_whole_layers_is_said_as_one():
     assert cover(LAYERS[12:14], LAYERS[:12] + LAYERS[14:]) == ["blocks.6"]
 
 
-def test_a_layer_that_two_segments_share_is_said_by_its_parts():
+def test_a_layer_that_two_stages_share_is_said_by_its_parts():
     assert cover(LAYERS[:3], LAYERS[3:]) == ["blocks.0", "blocks.1.up"]
     assert cover(LAYERS[3:], LAYERS[:3]) == ["blocks.1.down", "blocks.2-7"]
 
@@ -68,7 +68,7 @@ def test_names_that_nothing_has_are_all_named():
 
 @pytest.mark.parametrize("name", ["gpt", "masked", "unet", "repeated", "resnet", "regularized", "hf_t5", "gpt_deep"])
 def test_parts_of_a_model_are_found_again(name):
-    line, drawn = OpSequence(facts_of(name, 12)), random.Random(name)
+    line, drawn = OpSequence(analysis_of(name, 12)), random.Random(name)
     names = [op.name for op in line.graph.ops]
     for count in (2, 3, 5):
         parts = line.parts(sorted(drawn.sample(range(1, len(line.ops)), count - 1)))

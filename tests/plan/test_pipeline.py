@@ -27,18 +27,18 @@ from shardwright.plan.pipeline import (
 from shardwright.plan.stages import OpSequence, split_graph
 from shardwright.rules import analyse
 from tests.layout.drawn import mesh_of
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def plan_of(text: str, name: str = "gpt", microbatches: int | None = 2, batch: int = 12) -> Plan:
-    return build_pipeline(graph_of(name, batch), parse_plan_string(text), facts_of(name, batch), "", microbatches)
+    return build_pipeline(graph_of(name, batch), parse_plan_string(text), analysis_of(name, batch), "", microbatches)
 
 
 def devices(plan: Plan) -> list[tuple[int, ...]]:
-    return [segment.mesh.devices for segment in plan.segments]
+    return [stage.mesh.devices for stage in plan.stages]
 
 
-# Stages and segments.
+# Stages and stages.
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def devices(plan: Plan) -> list[tuple[int, ...]]:
         ("pp=2,tp=2,interleaved", [(0, 1), (2, 3), (0, 1), (2, 3)]),
     ],
 )
-def test_segments_are_on_the_devices_that_the_schedule_wants(text, wanted):
+def test_stages_are_on_the_devices_that_the_schedule_wants(text, wanted):
     plan = plan_of(text)
 
     assert devices(plan) == wanted
@@ -63,10 +63,10 @@ def test_segments_are_on_the_devices_that_the_schedule_wants(text, wanted):
 
 @pytest.mark.parametrize("text", ["pp=2", "pp=4", "pp=2,interleaved", "pp=1+3,dp", "pp=2,zbv"])
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5"])
-def test_every_op_is_in_one_segment(name, text):
+def test_every_op_is_in_one_stage(name, text):
     plan = plan_of(text, name)
 
-    named = [op for segment in plan.segments for op in segment.choices]
+    named = [op for stage in plan.stages for op in stage.choices]
     assert sorted(named) == sorted(op.name for op in graph_of(name, 12).ops)
 
 
@@ -74,13 +74,13 @@ def test_stages_of_several_devices_split_as_without_stages_and_all_are_split_in_
     plan = plan_of("pp=2,tp=2")
 
     assert plan.choices("train")["blocks.0.up / linear"] == {MB: "ma", "tp": "n"}
-    assert all(MB not in segment.mesh.names for segment in plan.segments), "time is no axis of devices"
+    assert all(MB not in stage.mesh.names for stage in plan.stages), "time is no axis of devices"
 
 
 def test_unequal_stages_use_what_they_have():
     plan = plan_of("pp=1+3,dp")
 
-    axes = [{axis for choice in segment.choices.values() for axis in choice} for segment in plan.segments]
+    axes = [{axis for choice in stage.choices.values() for axis in choice} for stage in plan.stages]
     assert axes == [{MB}, {MB, "dp"}]
 
 
@@ -91,14 +91,14 @@ def test_the_storage_of_unequal_stages_is_that_of_all(text):
     assert plan.storage and all(stored.written() == {"dp": int(text[-1])} for stored in plan.storage.values())
 
 
-def test_layers_that_are_run_again_are_those_of_the_segment():
+def test_layers_that_are_run_again_are_those_of_the_stage():
     plan = plan_of("pp=2,recompute", "gpt_deep")
 
-    first, second = (segment.recompute for segment in plan.segments)
+    first, second = (stage.recompute for stage in plan.stages)
     assert {*first, *second} == {f"blocks.{number}" for number in range(13)}
     assert len({*first} & {*second}) <= 1, "a layer that is cut is run again by both, each its part"
-    for segment in plan.segments:
-        assert all(any(op.startswith(f"{path}.") for op in segment.choices) for path in segment.recompute)
+    for stage in plan.stages:
+        assert all(any(op.startswith(f"{path}.") for op in stage.choices) for path in stage.recompute)
 
 
 # Microbatches.
@@ -126,7 +126,7 @@ def test_without_a_word_there_are_about_four_a_stage(batch, stages, replicas, wa
     ("batch", "count", "replicas", "message"),
     [
         (4, 3, 1, "a batch of 4 does not divide into 3 microbatches; 1, 2, 4 would do"),
-        (4, 8, 1, r"8 microbatches are more than the batch has rows \(4\); use 4 at most"),
+        (4, 8, 1, r"8 microbatches are more than the batch has samples \(4\); use 4 at most"),
         (12, 3, 2, None),
         (12, 4, 2, "a batch of 12 does not divide into 4 microbatches on 2 data-parallel devices; 1, 2, 3, 6 would do"),
         (5, 1, 2, "a batch of 5 does not divide into 1 microbatches on 2 data-parallel devices$"),
@@ -165,7 +165,7 @@ def test_another_entry_has_its_ops_where_the_first_has_them():
 
     more = continue_pipeline(plan, analyse(other))
 
-    assert [list(s.choices) for s in more.entries["train-1"]] == [list(s.choices) for s in plan.segments]
+    assert [list(s.choices) for s in more.entries["train-1"]] == [list(s.choices) for s in plan.stages]
     assert more.choices("train-1") == plan.choices("train")
     assert more.entries["train"] == plan.entries["train"]
     assert more.fingerprints["train-1"] == other.fingerprint
@@ -223,7 +223,7 @@ def test_so_is_one_of_a_model_whose_ops_are_mostly_its_own(name):
 
 
 def test_microbatches_alone_are_in_the_file_too():
-    plan = build_pipeline(graph_of("mlp"), parse_plan_string("dp=2"), facts_of("mlp"), "", 2)
+    plan = build_pipeline(graph_of("mlp"), parse_plan_string("dp=2"), analysis_of("mlp"), "", 2)
     data = json.loads(plan.to_json())
 
     assert (data["microbatches"], data["schedule"], data["local"]) == (2, "1f1b", False)
@@ -242,7 +242,7 @@ def test_the_file_says_who_runs_what_by_module():
 
 
 def layers_of(plan: Plan) -> list[set[int]]:
-    return [{int(match[1]) for op in s.choices if (match := re.match(r"blocks\.(\d+)", op))} for s in plan.segments]
+    return [{int(match[1]) for op in s.choices if (match := re.match(r"blocks\.(\d+)", op))} for s in plan.stages]
 
 
 def edited(change) -> str:
@@ -265,17 +265,17 @@ def test_layers_may_be_moved_by_hand():
     moved = read(edited(move), graph_of("gpt_deep", 12))
 
     assert layers_of(moved) == [{0, 1, 2}, set(range(3, 13))]
-    assert split_graph(OpSequence(facts_of("gpt_deep", 12)), [tuple(s.choices) for s in moved.segments]).edges == {
+    assert split_graph(OpSequence(analysis_of("gpt_deep", 12)), [tuple(s.choices) for s in moved.stages]).edges == {
         (0, 1)
     }
 
 
 FAULTS = {
-    "an op in two segments": (
+    "an op in two stages": (
         lambda data, first, second: second["ops"].append("wte"),
-        "'wte / embedding' is in segments 0 and 1",
+        "'wte / embedding' is in stages 0 and 1",
     ),
-    "an op in none": (lambda data, first, second: second["ops"].remove("head"), "'head / linear' is in no segment"),
+    "an op in none": (lambda data, first, second: second["ops"].remove("head"), "'head / linear' is in no stage"),
     "an op that is not there": (
         lambda data, first, second: first["ops"].append("tail / linear"),
         "'tail / linear' names nothing in the model",
@@ -284,13 +284,13 @@ FAULTS = {
         lambda data, first, second: second["ops"].append("blocks.12-14"),
         "'blocks.13' names nothing in the model",
     ),
-    "a choice of another segment's op": (
+    "a choice of another stage's op": (
         lambda data, first, second: first["choices"].update({"head / linear": {"mb": "b"}}),
-        "'head / linear' names nothing in segment 0",
+        "'head / linear' names nothing in stage 0",
     ),
-    "a segment without a place": (
+    "a stage without a place": (
         lambda data, first, second: first.pop("devices"),
-        "entry 'train', segment 0: should have choices, devices, mesh, ops, recompute, has choices, mesh",
+        r"entries.train\[0\].devices is missing",
     ),
     "a device in two meshes": (
         lambda data, first, second: second.update(mesh={"dp": 2}, devices=[0, 1]),
@@ -302,7 +302,7 @@ FAULTS = {
     ),
     "devices that do not fill the mesh": (
         lambda data, first, second: second.update(mesh={"dp": 3}, devices=[1, 2]),
-        "segment 1: mesh dp=3 needs 3 distinct devices, got 2",
+        "stage 1: mesh dp=3 needs 3 distinct devices, got 2",
     ),
 }
 
@@ -319,12 +319,12 @@ def test_faults_of_a_file_that_was_edited_are_named(fault):
     ("text", "schedule", "message"),
     [
         ("pp=2", "zbb", "there is no schedule 'zbb'; the known ones are gpipe"),
-        ("pp=2", "interleaved", "interleaved has segments on devices 0, 1, 0, 1, and the plan on 0, 1; name another"),
-        ("pp=2,interleaved", "1f1b", "1f1b has segments on devices 0, 1, and the plan on 0, 1, 0, 1; name another"),
-        ("pp=2,interleaved", "zbv", "zbv has segments on devices 0, 1, 1, 0, and the plan on 0, 1, 0, 1; name another"),
+        ("pp=2", "interleaved", "interleaved has stages on devices 0, 1, 0, 1, and the plan on 0, 1; name another"),
+        ("pp=2,interleaved", "1f1b", "1f1b has stages on devices 0, 1, and the plan on 0, 1, 0, 1; name another"),
+        ("pp=2,interleaved", "zbv", "zbv has stages on devices 0, 1, 1, 0, and the plan on 0, 1, 0, 1; name another"),
     ],
 )
-def test_a_schedule_that_does_not_fit_the_segments_is_refused(text, schedule, message):
+def test_a_schedule_that_does_not_fit_the_stages_is_refused(text, schedule, message):
     plan = dataclasses.replace(plan_of(text), schedule=schedule)
 
     with pytest.raises(ShardwrightError, match=message):

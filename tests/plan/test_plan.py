@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,12 +11,13 @@ from shardwright.errors import PlanError
 from shardwright.plan import PlanBuilder, build_plan, parse_plan_string
 from shardwright.plan.file import load
 from shardwright.plan.folding import fold, unfold
+from shardwright.plan.schema import upgraded
 from tests.layout.drawn import mesh_of
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def plan_of(text: str, name: str = "gpt"):
-    return build_plan(graph_of(name), parse_plan_string(text), facts_of(name))
+    return build_plan(graph_of(name), parse_plan_string(text), analysis_of(name))
 
 
 @pytest.mark.parametrize("text", ["dp=2", "tp=2", "sp=2", "zero3=2,tp=2"])
@@ -55,7 +57,7 @@ def test_folding_and_unfolding_are_inverse_where_layers_differ():
 
 def test_a_layer_that_is_left_alone_stays_alone_after_a_round_trip(tmp_path):
     """Only the first block is split: a star would split the second one too."""
-    analysis = facts_of("gpt")
+    analysis = analysis_of("gpt")
     builder = PlanBuilder(graph_of("gpt"), mesh_of(tp=2), analysis)
     op = next(op for op in builder.ops if op.name == "blocks.0.up / linear")
     builder.split(op, builder.mesh.axes[0], next(role for role in builder.roles(op) if role.name == "n"))
@@ -99,13 +101,31 @@ def test_every_fault_of_a_file_is_named_at_once(tmp_path):
         load(path, graph_of("gpt"))
 
     message = str(error.value)
-    for fault in ("'storage' is missing", "'colour' is unknown", "'notes' should be a list", "version 99"):
+    for fault in ("storage is missing", "colour is unknown", "notes should be a list", "version should be 2, is 99"):
         assert fault in message
-    assert "'tp' has size 0" in message
-    assert "entry 'train'" in message
+    assert "mesh.tp should be a whole number from 1 to 131072, is 0" in message
+    assert "entries.train" in message
 
 
-@pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])
+def test_a_file_of_version_1_is_read_with_its_prediction(tmp_path):
+    """Its predictions have older keys; all else is the same."""
+    graph, path = graph_of("gpt"), tmp_path / "plan.json"
+    conditions = {
+        "cluster": "8xA100", "batch": 8, "optimizer": "adamw", "compute": None, "reduce": None, "accumulate": 1,
+        "replica_axes": ["dp"], "outputs": "all",
+    }  # fmt: skip
+    plan = replace(plan_of("tp=2"), predicted={"train": {"for": conditions}})
+    plan.save(path)
+    data = json.loads(path.read_text())
+    old = {**data, "version": 1}
+    old["predicted"]["train"]["for"]["rows"] = old["predicted"]["train"]["for"].pop("replica_axes")
+    assert upgraded(old) == json.loads(path.read_text())
+    old["predicted"] = {}
+    path.write_text(json.dumps(old))
+    assert load(path, graph) == replace(plan, predicted={})
+
+
+@pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[]", "should be an object")])
 def test_what_is_no_plan_at_all_is_refused(tmp_path, text, why):
     path = tmp_path / "plan.json"
     path.write_text(text)

@@ -11,11 +11,11 @@ from shardwright.plan.lowering import lower
 from shardwright.rules import FAN
 from shardwright.storage import storage_kind
 from tests.layout.drawn import mesh_of
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 def program_of(text: str, name: str = "gpt", batch: int = 4):
-    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    graph, analysis = graph_of(name, batch), analysis_of(name, batch)
     return lower(graph, build_plan(graph, parse_plan_string(text), analysis), analysis)
 
 
@@ -52,9 +52,9 @@ def test_gate_and_up_in_one_weight_are_both_cut():
 
 
 def test_data_parallel_splits_every_op_that_has_the_batch_and_no_parameter():
-    plan = build_plan(graph_of("gpt"), parse_plan_string("dp=2"), facts_of("gpt"))
+    plan = build_plan(graph_of("gpt"), parse_plan_string("dp=2"), analysis_of("gpt"))
 
-    program = lower(graph_of("gpt"), plan, facts_of("gpt"))
+    program = lower(graph_of("gpt"), plan, analysis_of("gpt"))
 
     assert all(holding.layout.shard_of("dp") is None for holding in program.parameters)
     fed = [op for op in graph_of("gpt").ops if any(graph_of("gpt").values[n].shape[:1] == (4,) for n in op.outputs)]
@@ -62,14 +62,14 @@ def test_data_parallel_splits_every_op_that_has_the_batch_and_no_parameter():
 
 
 def test_positions_that_depend_on_parameters_only_hand_their_gradient_back_in_parts():
-    choices = build_plan(graph_of("gpt"), parse_plan_string("dp=2"), facts_of("gpt")).choices("train")
+    choices = build_plan(graph_of("gpt"), parse_plan_string("dp=2"), analysis_of("gpt")).choices("train")
 
     assert choices["wpe / embedding"] == {"dp": FAN}
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_zero_stores_every_parameter_along_its_axis(level):
-    plan = build_plan(graph_of("gpt"), parse_plan_string(f"zero{level}=2"), facts_of("gpt"))
+    plan = build_plan(graph_of("gpt"), parse_plan_string(f"zero{level}=2"), analysis_of("gpt"))
 
     assert set(plan.storage) == {parameter.key for parameter in graph_of("gpt").parameters}
     assert set(plan.storage.values()) == {storage_kind(level)(("dp",))}
@@ -84,24 +84,24 @@ def test_sequence_parallel_splits_the_norms_along_the_sequence():
 
 
 def test_sequence_parallel_without_a_sequence_is_tensor_parallel():
-    tp = build_plan(graph_of("mlp"), parse_plan_string("tp=2"), facts_of("mlp"))
-    sp = build_plan(graph_of("mlp"), parse_plan_string("sp=2"), facts_of("mlp"))
+    tp = build_plan(graph_of("mlp"), parse_plan_string("tp=2"), analysis_of("mlp"))
+    sp = build_plan(graph_of("mlp"), parse_plan_string("sp=2"), analysis_of("mlp"))
 
     assert sp.choices("train") == tp.choices("train")
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_numbers_and_what_would_do():
     with pytest.raises(PlanError, match=r"a batch of 4 does not divide over 3 .*use a batch of 6"):
-        build_plan(graph_of("gpt"), parse_plan_string("dp=3"), facts_of("gpt"))
+        build_plan(graph_of("gpt"), parse_plan_string("dp=3"), analysis_of("gpt"))
 
 
 def test_a_batch_smaller_than_the_axis_is_refused_too():
     with pytest.raises(PlanError, match=r"a batch of 4 does not divide over 8 .*use a batch of 8"):
-        build_plan(graph_of("gpt"), parse_plan_string("dp=8"), facts_of("gpt"))
+        build_plan(graph_of("gpt"), parse_plan_string("dp=8"), analysis_of("gpt"))
 
 
 def test_an_axis_larger_than_the_dim_is_refused_with_op_and_both_numbers():
-    builder = PlanBuilder(graph_of("gpt"), mesh_of(tp=8), facts_of("gpt"))
+    builder = PlanBuilder(graph_of("gpt"), mesh_of(tp=8), analysis_of("gpt"))
     op = next(op for op in builder.ops if "attention" in op.target)
     role = next(role for role in builder.roles(op) if role.name == "g")
 
@@ -112,7 +112,7 @@ def test_an_axis_larger_than_the_dim_is_refused_with_op_and_both_numbers():
 
 
 def test_a_role_that_an_op_lacks_is_refused_with_those_it_has():
-    builder = PlanBuilder(graph_of("mlp"), mesh_of(tp=2), facts_of("mlp"))
+    builder = PlanBuilder(graph_of("mlp"), mesh_of(tp=2), analysis_of("mlp"))
     op = next(op for op in builder.ops if op.target == "aten.linear.default")
 
     with pytest.raises(PlanError, match=r"can't be split on 'q'; it can be split on: ma, k, n"):

@@ -21,7 +21,7 @@ def predicted(plan, **more):
 
 
 def total(prediction, key, *, beside, when=("forward", "backward")):
-    return sum(sent[key] for sent in prediction["sent"] if sent["beside"] == beside and sent["when"] in when)
+    return sum(sent[key] for sent in prediction["sent"] if sent["overlapped"] == beside and sent["when"] in when)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -30,11 +30,11 @@ def test_what_is_sent_adds_up_to_the_communication_of_a_step(plan, accumulate):
     prediction = predicted(plan, accumulate=accumulate)
 
     near = {"rel": 2e-3, "abs": 1e-9}  # numbers in a plan file have four digits
-    assert total(prediction, "seconds", beside=False) == pytest.approx(prediction["waited"], **near)
-    assert total(prediction, "seconds", beside=True) == pytest.approx(prediction["beside"], **near)
+    assert total(prediction, "seconds", beside=False) == pytest.approx(prediction["blocking"], **near)
+    assert total(prediction, "seconds", beside=True) == pytest.approx(prediction["overlapped"], **near)
     shows = total(prediction, "seconds", beside=True) - total(prediction, "hidden", beside=True)
     assert shows == pytest.approx(prediction["exposed"], **near)
-    parts = prediction["compute"] + prediction["waited"] + prediction["exposed"] + prediction["update"]
+    parts = prediction["compute"] + prediction["blocking"] + prediction["exposed"] + prediction["update"]
     assert parts == pytest.approx(prediction["seconds"], **near)
 
 

@@ -17,12 +17,12 @@ from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.file import load
 from shardwright.plan.lowering import lower
 from shardwright.report import diff, read_plan
-from tests.plan.graphs import deep_gpt, facts_of, graph_of
+from tests.plan.graphs import analysis_of, deep_gpt, graph_of
 from tests.plan.recomputing import plan_of
 
 
 def drawn(name, text):
-    return build_plan(graph_of(name), parse_plan_string(text), facts_of(name))
+    return build_plan(graph_of(name), parse_plan_string(text), analysis_of(name))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_every_entry_that_cannot_be_is_named_at_once():
     wrong = replace(plan.entries["train"][0], recompute=("blocks.7", "blocks.0", "blocks.0.attn", "wte", "wte", ""))
 
     with pytest.raises(PlanError) as error:
-        lower(graph, replace(plan, entries={"train": (wrong,)}), facts_of("gpt"))
+        lower(graph, replace(plan, entries={"train": (wrong,)}), analysis_of("gpt"))
 
     text = str(error.value)
     assert "'blocks.7', which is not a module of the model that has ops" in text

@@ -18,7 +18,7 @@ from shardwright.plan.lowering import lower
 from shardwright.rules import FAN, Analysis, analyse
 from tests.layout.drawn import mesh_of
 from tests.models.transformer import Transformer, TransformerConfig
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 
 @lru_cache
@@ -67,7 +67,7 @@ def test_an_axis_is_refined_where_heads_can_not_be_shared_by_all_of_it(heads, gr
 
 
 def test_queries_are_cut_by_both_axes_and_keys_by_the_outer_one():
-    layouts = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), facts_of("hf_llama"))))
+    layouts = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), analysis_of("hf_llama"))))
     layer = "model.layers.0"
 
     assert layouts[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
@@ -102,7 +102,7 @@ def test_what_does_not_divide_by_the_outer_axis_is_whole_along_the_inner_one():
 
 
 def test_an_axis_that_no_parameter_can_fill_is_refused_as_before():
-    graph, analysis = graph_of("mlp"), facts_of("mlp")
+    graph, analysis = graph_of("mlp"), analysis_of("mlp")
 
     with pytest.raises(PlanError, match="larger than every dim"):
         build_plan(graph, parse_plan_string("tp=512"), analysis)

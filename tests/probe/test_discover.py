@@ -1,6 +1,6 @@
 """Common ops with their written rules taken away: probing finds every split that was written.
 
-Only splits that lowering rewrites can't be found by running the op itself on pieces: algorithms of the
+Only splits that lowering rewrites can't be found by running the op itself on shards: algorithms of the
 runtime (a table split on its rows) and shares (a mean becomes a local sum over the whole count).
 """
 
@@ -182,7 +182,7 @@ Splits = dict[tuple[tuple[tuple[Layout, ...], tuple[Layout, ...]], ...], str]
 MESHES = [Mesh(axes=(Axis(name="tp", size=parts),)) for parts in (2, 3)]
 
 
-def facts_of(call: OpCall, rule: Rule | None) -> Analysis:
+def analysis_of(call: OpCall, rule: Rule | None) -> Analysis:
     return analyse(one_op(call), lambda call: (rule, ""))
 
 
@@ -218,9 +218,9 @@ def test_probing_finds_what_was_written(name):
     call = OPS[name]()
     written, (rule, why) = find_rule(call), discover(call, run_plain)
     assert rule is not None, why
-    found = facts_of(call, rule)
+    found = analysis_of(call, rule)
     assert written is not None, f"found {rule.text}"
-    known = facts_of(call, written)
+    known = analysis_of(call, written)
 
     missing = [role for split, role in splits_of(known).items() if split not in splits_of(found)]
     more = [role for split, role in splits_of(found).items() if split not in splits_of(known)]
@@ -347,7 +347,7 @@ def test_every_einsum_is_found(data):
     call = make_call("einsum", equation, [randn(*(sizes[label] for label in term)) for term in terms])
     written, (rule, why) = find_rule(call), discover(call, run_plain)
     assert written is not None and rule is not None, why
-    assert set(splits_of(facts_of(call, written))) == set(splits_of(facts_of(call, rule))), (equation, rule.text)
+    assert set(splits_of(analysis_of(call, written))) == set(splits_of(analysis_of(call, rule))), (equation, rule.text)
 
 
 @settings(max_examples=25, deadline=None)
@@ -359,7 +359,7 @@ def test_every_regrouping_of_dims_is_found(data):
     call = make_call("view", randn(*grouped[0]), grouped[1])
     written, (rule, why) = find_rule(call), discover(call, run_plain)
     assert written is not None and rule is not None, why
-    missing = set(splits_of(facts_of(call, written))) - set(splits_of(facts_of(call, rule)))
+    missing = set(splits_of(analysis_of(call, written))) - set(splits_of(analysis_of(call, rule)))
     assert not missing, (grouped, rule.text, written.text)
 
 

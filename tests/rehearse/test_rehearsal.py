@@ -79,9 +79,9 @@ def test_a_pipeline_keeps_its_schedule_and_its_first_and_last_ranks(plan, ranks)
 def test_recomputed_layers_are_a_kind_of_their_own():
     model, example = gpt()
     plan = sw.plan(model, example=example, plan="dp=8", cluster=8)
-    (segment,) = plan.entries["train"]
+    (stage,) = plan.entries["train"]
     recompute = ("blocks.1", "blocks.2", "blocks.3.mlp")
-    plan = dataclasses.replace(plan, entries={"train": (dataclasses.replace(segment, recompute=recompute),)})
+    plan = dataclasses.replace(plan, entries={"train": (dataclasses.replace(stage, recompute=recompute),)})
 
     rehearsal = rehearse(plan, model, example=example)
 
@@ -151,7 +151,7 @@ def test_a_sum_that_is_left_out_is_caught(monkeypatch):
         rehearsal.raise_on_failure()
 
 
-def test_tied_weights_whose_stages_do_not_talk_are_caught(monkeypatch):
+def test_tied_weights_whose_stages_do_not_communicate_are_caught(monkeypatch):
     right = ties._added
 
     def forgetful(tie, own, coming):

@@ -17,7 +17,7 @@ class Shapes(nn.Module):
         return sum(x.sum() for x in xs)
 
 
-def facts_of(*sizes):
+def analysis_of(*sizes):
     graph = capture(Shapes(), tuple(torch.zeros(size) for size in sizes), {}, entry="train").graph
     analysis = analyse(graph)
     dims = (analysis.dims[source.value][0] for source in graph.inputs)
@@ -26,7 +26,7 @@ def facts_of(*sizes):
 
 
 def images(sizes, shared, axes):
-    analysis, atoms = facts_of(*sizes)
+    analysis, atoms = analysis_of(*sizes)
     uses = [Shared(atoms[size], tuple((name, axes[name]) for name in names)) for size, names in shared]
     few = next(small_axes(analysis, uses, axes, 1))
     return choose_sizes(analysis, uses, few).images, few
@@ -67,7 +67,7 @@ def test_what_differs_by_one_still_does():
 
 
 def test_an_axis_is_longer_if_that_is_the_only_way():
-    analysis, atoms = facts_of(8)
+    analysis, atoms = analysis_of(8)
     uses = [Shared(atoms[8], (("tp", 2), ("dp", 8))), Shared(atoms[8], (("dp", 8),))]
     tried = list(small_axes(analysis, uses, {"dp": 8, "tp": 2}, 1))
 

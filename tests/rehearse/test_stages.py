@@ -13,16 +13,16 @@ def plan_of(shapes, order, schedule, microbatches, steps=None):
         mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in shape.items()))
         meshes.append(Mesh(axes=mesh.axes, devices=tuple(range(at, at + mesh.size))))
         at += mesh.size
-    segments = tuple(PlanStage(mesh=meshes[rank], choices={}) for rank in order)
+    stages = tuple(PlanStage(mesh=meshes[rank], choices={}) for rank in order)
     return Plan(
-        model="", policy="", cluster="", fingerprints={}, entries={"train": segments}, microbatches=microbatches,
+        model="", policy="", cluster="", fingerprints={}, entries={"train": stages}, microbatches=microbatches,
         schedule=schedule, steps=steps,
     )  # fmt: skip
 
 
 def shrunk(*args, **options):
     plan = plan_of(*args, **options)
-    return shrink_cluster(plan, plan.segments)
+    return shrink_cluster(plan, plan.stages)
 
 
 def test_of_sixteen_equal_ranks_three_stay_and_the_second_takes_the_others_over():

@@ -20,8 +20,8 @@ def auto():
     return make_plan(module, example=example, **grouped(**asked))
 
 
-def changed(plan, **said):
-    return dataclasses.replace(plan, predicted={"train": {**plan.predicted["train"], **said}})
+def changed(plan, **message):
+    return dataclasses.replace(plan, predicted={"train": {**plan.predicted["train"], **message}})
 
 
 def line_with(plan, words):
@@ -46,13 +46,15 @@ def test_what_it_is_for_is_said(auto):
 
 
 def test_the_numbers_are_those_of_the_file(auto):
-    said = auto.predicted["train"]
-    line_with(auto, f"predicted step time {format_time(said['seconds'])}; nothing in the search space takes less than")
-    line_with(auto, f"compute {format_time(said['compute'])} (")
-    line_with(auto, f"blocking communication {format_time(said['waited'])} (")
-    for op in said["ops"]:
+    message = auto.predicted["train"]
+    line_with(
+        auto, f"predicted step time {format_time(message['seconds'])}; nothing in the search space takes less than"
+    )
+    line_with(auto, f"compute {format_time(message['compute'])} (")
+    line_with(auto, f"blocking communication {format_time(message['blocking'])} (")
+    for op in message["ops"]:
         line_with(auto, f"{op['name']} {op['count']} {format_time(op['seconds'])}")
-    for edge in said["edges"]:
+    for edge in message["edges"]:
         line_with(auto, f"{edge['sends']} {edge['count']} {format_time(edge['seconds'])}")
 
 
@@ -121,3 +123,8 @@ def test_layers_that_follow_each_other_are_a_range():
 )
 def test_times_as_people_say_them(seconds, text):
     assert format_time(seconds) == text
+
+
+def test_a_rounding_error_is_no_time():
+    assert format_time(-3.5e-16) == format_time(1e-13) == "0"
+    assert format_time(2.5e-7) == "0.25 us"

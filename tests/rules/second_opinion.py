@@ -141,11 +141,11 @@ def ours(analysis: Analysis, op: Op) -> tuple[Opinion, int]:
         if not role.fills(2):
             continue
         inputs, outputs = signature.layouts({"tp": role.name}, mesh)
-        said = [[_ours_said(layout) for layout in side] for side in (inputs, outputs)]
-        if any(word is None for side in said for word in side):
+        message = [[_ours_said(layout) for layout in side] for side in (inputs, outputs)]
+        if any(word is None for side in message for word in side):
             beyond += 1
         else:
-            found[tuple(map(str, said[0]))] = tuple(map(str, said[1]))
+            found[tuple(map(str, message[0]))] = tuple(map(str, message[1]))
     return found, beyond
 
 

@@ -238,7 +238,7 @@ def test_two_axes_on_one_dim_take_what_splitting_one_after_the_other_takes(facto
 @few
 @given(sizes, sizes)
 def test_a_reshape_keeps_every_label_at_the_same_elements(source, target):
-    """Cut a label on the input, reshape the piece, and it is the piece of the output."""
+    """Cut a label on the input, reshape the shard, and it is the shard of the output."""
     total = math.lcm(math.prod(source), math.prod(target))
     source, target = [*source, total // math.prod(source)], [total // math.prod(target), *target]
     rule = regroup(source, target)
@@ -248,9 +248,9 @@ def test_a_reshape_keeps_every_label_at_the_same_elements(source, target):
         if label in rule.blocked or size % 2:
             continue
         inside, outside = (_take(held, label, rule) for held in (source_of(rule, source), target_of(rule, target)))
-        piece = np.take(array, inside[1], axis=inside[0])
+        shard = np.take(array, inside[1], axis=inside[0])
         expected = np.take(array.reshape(target), outside[1], axis=outside[0])
-        assert np.array_equal(piece.reshape(expected.shape), expected)
+        assert np.array_equal(shard.reshape(expected.shape), expected)
 
 
 def source_of(rule, shape):

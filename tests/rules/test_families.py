@@ -1,4 +1,4 @@
-"""Every role of every op, on 2 and on 3 pieces, forward and backward, against the op run whole.
+"""Every role of every op, on 2 and on 3 shards, forward and backward, against the op run whole.
 
 First ops by family, each in a module of one line; then every distinct op of the models.
 """

@@ -1,4 +1,4 @@
-"""For every written rule: arguments drawn at random, every split that it allows, on 2 and on 3 pieces,
+"""For every written rule: arguments drawn at random, every split that it allows, on 2 and on 3 shards,
 forward and backward, equals the op run whole. So does every partial sum that it lets through. Arguments for which
 a result or a gradient is finite nowhere prove nothing and are drawn anew.
 """
@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from shardwright.ops.attention import STRUCTURED
 from shardwright.ops.user_calls import OPAQUE
 from shardwright.probe.check import NothingProven
-from shardwright.rules import ROWS, known_targets
+from shardwright.rules import PASS_PARTIAL, known_targets
 from tests.rules import drawn, drawn_families
 from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
 from tests.rules.oracle import check_split
@@ -29,12 +30,16 @@ ELSEWHERE = {
 }
 """Rules that can't be exercised here, with the reason."""
 
-WRITTEN = {target for target in known_targets() if target.startswith(("aten.", "transformers.")) or target == OPAQUE}
+WRITTEN = {
+    target
+    for target in known_targets()
+    if target.startswith(("aten.", "transformers.")) or target in (OPAQUE, STRUCTURED)
+}
 TARGETS = sorted((WRITTEN & set(ways())) - set(ELSEWHERE))
 
 
 def choices(analysis, op):
-    """Every role and every linear group, on 2 and on 3 pieces."""
+    """Every role and every linear group, on 2 and on 3 shards."""
     signature = analysis.signatures[op.name]
     for parts in (2, 3):
         for role in signature.roles:
@@ -42,7 +47,7 @@ def choices(analysis, op):
                 yield role.name, parts
         if any(analysis.graph.values[name].floating for name in op.outputs):
             for group in signature.linear_groups():
-                yield f"{ROWS}{group}", parts
+                yield f"{PASS_PARTIAL}{group}", parts
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -17,16 +17,16 @@ from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
 from tests.rules.second_opinion import knows, mesh_of_two, ours, theirs
 from tests.rules.test_properties import TARGETS
 
-_BOOLS = "DTensor sums (or multiplies) the bools of the pieces; we have no partial value of bools: the dim stays whole"
+_BOOLS = "DTensor sums (or multiplies) the bools of the shards; we have no partial value of bools: the dim stays whole"
 _GRADIENT = "the largest of the largest, as DTensor; but not where a gradient has to find the rank that held it"
 _NORMS = "DTensor has a partial value of its own for norms; we sum squares only where the model does"
-_PRODUCT = "DTensor multiplies the pieces; we have no partial product, it would need the other factors in backward"
+_PRODUCT = "DTensor multiplies the shards; we have no partial product, it would need the other factors in backward"
 _LISTS = "a list of tensors: DTensor does not report that it moves the others first; our rule has them split alike"
 _NEGATIVE = (
-    "a sum along a split dim needs what came before. With a negative dim DTensor (torch 2.13) takes each piece by "
+    "a sum along a split dim needs what came before. With a negative dim DTensor (torch 2.13) takes each shard by "
     "itself, which is wrong: d.cumsum(-2) of a tensor with Shard(0) differs from the whole"
 )
-_MEAN = "DTensor's partial mean is exact for even pieces; ours is the local sum over the whole count, exact for all"
+_MEAN = "DTensor's partial mean is exact for even shards; ours is the local sum over the whole count, exact for all"
 
 EXPLAINED = {
     "aten.all.default": _BOOLS, "aten.all.dim": _BOOLS, "aten.any.default": _BOOLS, "aten.any.dim": _BOOLS,
@@ -88,7 +88,7 @@ def opinions():
 
 
 def test_every_disagreement_with_dtensor_is_explained(opinions):
-    unknown = {target: sorted(said) for target, said in opinions.items() if said and target not in EXPLAINED}
+    unknown = {target: sorted(message) for target, message in opinions.items() if message and target not in EXPLAINED}
     assert not unknown
     assert len(opinions) >= 250, "DTensor should know most of these ops"
 

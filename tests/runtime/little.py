@@ -1,4 +1,4 @@
-"""A little model over pieces, written by hand as the compiler would write it, and its single-device twin.
+"""A little model over shards, written by hand as the compiler would write it, and its single-device twin.
 
     y = (gelu(x W1ᵀ) * scale) W2ᵀ + bias;  used = (y E) per class;  loss = Σ -log p / B  +  decay Σ bias²
 
@@ -81,7 +81,7 @@ class Single(torch.nn.Module):
         return loss + DECAY * self.bias.square().sum()
 
 
-class Pieces:
+class Shards:
     """The compiled program, on one rank of a mesh."""
 
     def __init__(self, mesh: Mesh, level: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer stays the same object, and does to pieces what it would do to the whole."""
+"""The optimizer stays the same object, and does to shards what it would do to the whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.runtime.parameters.gradient_sync import GradientSync
 from shardwright.runtime.parameters.sharded import make_parameter, set_raw_gradient
 from shardwright.runtime.world import Groups
 from shardwright.storage import ParameterSpec, parse_storage, wanted_groups
-from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of
+from tests.runtime.little import Shards, Single, assert_same, batch, mesh_of
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero3 import Split
 
@@ -44,7 +44,7 @@ def train(model, optimizer, scheduler, steps, loss=None):
 
 
 def params_of(model):
-    """Two groups, to see that pieces keep their places."""
+    """Two groups, to see that shards keep their places."""
     named = dict(model.named_parameters())
     return [
         {"params": [p for n, p in named.items() if n.startswith("w")], "weight_decay": 0.1},
@@ -55,13 +55,13 @@ def params_of(model):
 def build(dp, tp, level):
     if level == 3:
         return Split(mesh_of(dp, tp))
-    model = Pieces(mesh_of(dp, tp), level)
+    model = Shards(mesh_of(dp, tp), level)
     GradientSync(model.pairs, model.groups, bucket_mb=1e-4, first_mb=1e-5)
     return model
 
 
 def taken_over(maker, dp, tp, level):
-    """Two steps on a single device, then taken over by pieces, with the state, and three steps more."""
+    """Two steps on a single device, then taken over by shards, with the state, and three steps more."""
     single = Single()
     optimizer = MAKERS[maker](params_of(single))
     scheduler = schedule(optimizer)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.algorithms import attention_blocks
-from shardwright.runtime.algorithms.attention_blocks import Places, Visibility, attend, attend_backward, merge
+from shardwright.runtime.algorithms.attention_blocks import (
+    Places,
+    Visibility,
+    attend,
+    attend_backward,
+    dense_mask,
+    merge,
+)
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
@@ -102,6 +109,8 @@ def random_block(seed: int, longest: int = 14) -> Block:
 
 
 def check(block: Block, message: str = "") -> None:
+    mask = dense_mask(block.queries, block.keys, block.visible, torch.device("cpu"))
+    assert torch.equal(mask.expand_as(block.seen()), block.seen()), message
     leaves = [x.detach().clone().requires_grad_() for x in (block.q, block.k, block.v)]
     expected, expected_lse = block.dense(*leaves)
     out, lse = block.forward()
@@ -165,22 +174,22 @@ def test_narrow_dtypes(dtype: torch.dtype, tolerance: float) -> None:
 
 def test_what_is_computed_of_a_window_grows_with_the_window() -> None:
     places = Places(0, 1, 4096)
-    pieces = list(attention_blocks._Block(places, places, Visibility(before=255, after=0)).pieces(chunked=False))
-    pairs = sum(len(piece.rows) * len(piece.keys) for piece in pieces)
+    tiles = list(attention_blocks._Block(places, places, Visibility(before=255, after=0)).tiles(chunked=False))
+    pairs = sum(len(tile.rows) * len(tile.keys) for tile in tiles)
     assert pairs <= 4096 * 512
-    assert max(len(piece.rows) * len(piece.keys) for piece in pieces if piece.masked) <= 256 * 511
+    assert max(len(tile.rows) * len(tile.keys) for tile in tiles if tile.masked) <= 256 * 511
 
 
 def test_striped_shards_are_causal_without_a_mask() -> None:
     for query, key in ((0, 0), (1, 0), (0, 1), (3, 1)):
         block = attention_blocks._Block(Places(query, 4, 64), Places(key, 4, 64), Visibility(after=0))
-        (piece,) = block.pieces(chunked=False)
-        assert piece.causal
-        assert len(piece.rows) == (64 if key <= query else 63)
+        (tile,) = block.tiles(chunked=False)
+        assert tile.causal
+        assert len(tile.rows) == (64 if key <= query else 63)
 
 
 def test_blocks_that_see_nothing_are_skipped() -> None:
     ahead = attention_blocks._Block(Places(0, 1, 64), Places(64, 1, 64), Visibility(after=0))
     behind = attention_blocks._Block(Places(256, 1, 64), Places(0, 1, 64), Visibility(before=99, after=0))
-    assert not list(ahead.pieces(chunked=False))
-    assert not list(behind.pieces(chunked=False))
+    assert not list(ahead.tiles(chunked=False))
+    assert not list(behind.tiles(chunked=False))

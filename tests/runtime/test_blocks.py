@@ -35,11 +35,11 @@ def by_spans(x: torch.Tensor, dim: int, sharding: Shard, parts: int, index: int)
 def test_take_keeps_the_spans_and_join_is_its_inverse(sharding: Shard, parts: int, dim: int, strided: bool) -> None:
     x = tensor(dim, sharding.elements, strided)
 
-    pieces = [blocks.shard(x, dim, sharding, parts, index) for index in range(parts)]
+    shards = [blocks.shard(x, dim, sharding, parts, index) for index in range(parts)]
 
-    for index, piece in enumerate(pieces):
-        assert torch.equal(piece, by_spans(x, dim, sharding, parts, index))
-    assert torch.equal(blocks.unshard(pieces, dim, sharding), x)
+    for index, shard in enumerate(shards):
+        assert torch.equal(shard, by_spans(x, dim, sharding, parts, index))
+    assert torch.equal(blocks.unshard(shards, dim, sharding), x)
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,26 +52,26 @@ def test_padded_stacks_go_there_and_back(sharding: Shard, parts: int, dim: int, 
     assert stacked.is_contiguous()
     assert torch.equal(blocks.unstack(stacked, dim, sharding), x)
     for index in range(parts):
-        piece = blocks.shard(x, dim, sharding, parts, index)
-        assert torch.equal(stacked[index], blocks.fill(piece, dim, sharding, parts, index))
+        shard = blocks.shard(x, dim, sharding, parts, index)
+        assert torch.equal(stacked[index], blocks.fill(shard, dim, sharding, parts, index))
 
 
 @settings(max_examples=50, deadline=None)
 @given(cuts, st.integers(1, 5), st.integers(-3, 2))
-def test_padded_pieces_sum_to_the_whole(sharding: Shard, parts: int, dim: int) -> None:
+def test_padded_shards_sum_to_the_whole(sharding: Shard, parts: int, dim: int) -> None:
     x = tensor(dim, sharding.elements, False)
 
-    pieces = [blocks.shard(x, dim, sharding, parts, index) for index in range(parts)]
+    shards = [blocks.shard(x, dim, sharding, parts, index) for index in range(parts)]
 
-    assert torch.equal(sum(blocks.zero_pad(piece, dim, sharding, parts, i) for i, piece in enumerate(pieces)), x)
+    assert torch.equal(sum(blocks.zero_pad(shard, dim, sharding, parts, i) for i, shard in enumerate(shards)), x)
 
 
 def test_one_run_is_a_view() -> None:
     x = torch.arange(12.0)
 
-    piece = blocks.shard(x, 0, blocks.plain(12), 3, 1)
+    shard = blocks.shard(x, 0, blocks.plain(12), 3, 1)
 
-    assert piece.data_ptr() == x[4:].data_ptr()
+    assert shard.data_ptr() == x[4:].data_ptr()
 
 
 def test_a_size_that_does_not_fit_the_cut_is_refused() -> None:
@@ -81,15 +81,15 @@ def test_a_size_that_does_not_fit_the_cut_is_refused() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(cuts, st.integers(1, 5))
-def test_positions_are_located_in_the_piece_that_holds_them(sharding: Shard, parts: int) -> None:
+def test_positions_are_located_in_the_shard_that_holds_them(sharding: Shard, parts: int) -> None:
     x = torch.arange(sharding.elements)
     for index in range(parts):
-        piece = blocks.shard(x, 0, sharding, parts, index)
+        shard = blocks.shard(x, 0, sharding, parts, index)
 
         place, own = blocks.locate(x, sharding, parts, index)
 
-        assert torch.equal(x[own], piece[place[own]].sort().values)
-        assert int(own.sum()) == len(piece)
+        assert torch.equal(x[own], shard[place[own]].sort().values)
+        assert int(own.sum()) == len(shard)
         assert not place[~own].any()
 
 

@@ -1,4 +1,4 @@
-"""Every converter, forward and backward, against the definition of the layouts.
+"""Every reshard, forward and backward, against the definition of the layouts.
 
 The oracle knows only what a rank holds of a whole tensor in each layout:
 

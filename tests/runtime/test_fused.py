@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from shardwright.runtime.optimizer.adopt import adopt
 
 KINDS = {
-    "adam": lambda held, **said: torch.optim.Adam(held, lr=0.1, amsgrad=True, **said),
-    "adamw": lambda held, **said: torch.optim.AdamW(held, lr=0.1, weight_decay=0.1, **said),
+    "adam": lambda held, **message: torch.optim.Adam(held, lr=0.1, amsgrad=True, **message),
+    "adamw": lambda held, **message: torch.optim.AdamW(held, lr=0.1, weight_decay=0.1, **message),
 }
 
 
@@ -26,9 +26,9 @@ def across(gradient: Tensor) -> Tensor:
     return gradient.mT.contiguous().mT if gradient.dim() == 2 else gradient
 
 
-def trained(make, held, *, adopted, lay=lambda gradient: gradient, steps=3, **said):
+def trained(make, held, *, adopted, lay=lambda gradient: gradient, steps=3, **message):
     """An optimizer after some steps, and the names of the ops that it ran."""
-    optimizer = make(held, **said)
+    optimizer = make(held, **message)
     if adopted:
         adopt(optimizer, {})
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -71,9 +71,9 @@ def test_a_parameter_that_lies_across_is_updated_right():
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("said", [{"foreach": False}, {"fused": False}, {"foreach": True}])
-def test_what_somebody_has_said_is_kept(said):
-    _, ops = trained(KINDS["adamw"], parameters(), adopted=True, **said)
+@pytest.mark.parametrize("message", [{"foreach": False}, {"fused": False}, {"foreach": True}])
+def test_what_somebody_has_said_is_kept(message):
+    _, ops = trained(KINDS["adamw"], parameters(), adopted=True, **message)
     assert not is_fused(ops)
 
 
@@ -86,8 +86,8 @@ def test_steps_that_were_counted_in_doubles_go_on():
             before, _ = trained(KINDS["adamw"], held, adopted=False)
             assert before.state[held[0]]["step"].dtype == torch.float64
 
-            def again(params, before=before, **said):
-                made = KINDS["adamw"](params, **said)
+            def again(params, before=before, **message):
+                made = KINDS["adamw"](params, **message)
                 made.load_state_dict(before.state_dict())
                 return made
 
@@ -105,5 +105,5 @@ def test_an_own_step_is_run_as_it_is():
             assert all(group["fused"] is None for group in self.param_groups)
             return super().step(closure)
 
-    _, ops = trained(lambda held, **said: Own(held, **said), parameters(), adopted=True)
+    _, ops = trained(lambda held, **message: Own(held, **message), parameters(), adopted=True)
     assert not is_fused(ops)

@@ -13,7 +13,7 @@ from shardwright.runtime.parameters.gradient_sync import GradientSync
 from shardwright.runtime.parameters.sharded import Untouched, make_parameter, raw_gradient
 from shardwright.runtime.world import Groups
 from shardwright.storage import ParameterSpec
-from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients
+from tests.runtime.little import Shards, Single, assert_same, batch, mesh_of, single_gradients
 from tests.runtime.ranks import run_processes, run_ranks
 
 TINY = {"bucket_mb": 1e-4, "first_mb": 1e-5}
@@ -36,7 +36,7 @@ def test_one_backward_equals_a_single_device(dp, tp, level, options):
     """The regularizer counts once, the tied weight has the sum, the idle one none, the frozen one none."""
 
     def body(rank):
-        model = Pieces(mesh_of(dp, tp), level)
+        model = Shards(mesh_of(dp, tp), level)
         GradientSync(model.pairs, model.groups, **options)
         model.loss(*batch()).backward()
         return model.whole_gradients()
@@ -52,7 +52,7 @@ def test_one_backward_equals_a_single_device(dp, tp, level, options):
 @pytest.mark.parametrize("quiet", [False, True])
 def test_accumulation(level, quiet):
     def body(rank):
-        model = Pieces(mesh_of(2, 2), level)
+        model = Shards(mesh_of(2, 2), level)
         sync = GradientSync(model.pairs, model.groups, **TINY)
         for step in range(3):
             if quiet and step < 2:
@@ -70,7 +70,7 @@ def test_without_sync_gradients_are_local():
     """What no_sync claims to save is really not done."""
 
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         sync = GradientSync(model.pairs, model.groups)
         with sync.no_sync():
             model.loss(*batch()).backward()
@@ -83,7 +83,7 @@ def test_without_sync_gradients_are_local():
 @pytest.mark.parametrize("level", [0, 2])
 def test_no_sync_after_a_synced_backward_and_flush(level):
     def body(rank):
-        model = Pieces(mesh_of(2), level)
+        model = Shards(mesh_of(2), level)
         sync = GradientSync(model.pairs, model.groups, **TINY)
         model.loss(*batch(0)).backward()
         with sync.no_sync():
@@ -99,7 +99,7 @@ def test_no_sync_after_a_synced_backward_and_flush(level):
 
 def test_clearing_pending_gradients_clears_them():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         sync = GradientSync(model.pairs, model.groups)
         model.loss(*batch(5)).backward()
         with sync.no_sync():
@@ -117,7 +117,7 @@ def test_clearing_pending_gradients_clears_them():
 
 def test_pending_gradient_of_a_parameter_that_the_next_backward_does_not_use():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         sync = GradientSync(model.pairs, model.groups)
         with sync.no_sync():
             model.loss(*batch()).backward()
@@ -136,7 +136,7 @@ def test_pending_gradient_of_a_parameter_that_the_next_backward_does_not_use():
 @pytest.mark.parametrize("level", [0, 2])
 def test_two_forwards_one_backward_and_retain_graph(level):
     def body(rank):
-        model = Pieces(mesh_of(2), level)
+        model = Shards(mesh_of(2), level)
         GradientSync(model.pairs, model.groups, **TINY)
         loss = model.loss(*batch(0)) + model.loss(*batch(1))
         loss.backward(retain_graph=True)
@@ -151,7 +151,7 @@ def test_two_forwards_one_backward_and_retain_graph(level):
 
 def test_gradients_that_somebody_kept_are_not_overwritten():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         GradientSync(model.pairs, model.groups)
         model.loss(*batch(0)).backward()
         kept, copied = model.p["w1"].grad, model.p["w1"].grad.clone()
@@ -166,7 +166,7 @@ def test_gradients_that_somebody_kept_are_not_overwritten():
 
 def test_the_buffer_is_used_again_when_gradients_were_cleared():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         sync = GradientSync(model.pairs, model.groups)
         seen = set()
         for step in range(3):
@@ -182,7 +182,7 @@ def test_the_buffer_is_used_again_when_gradients_were_cleared():
 
 def test_a_parameter_used_on_one_rank_only_has_its_gradient_on_all():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         GradientSync(model.pairs, model.groups)
         loss = model.loss(*batch())
         if rank == 1:
@@ -199,7 +199,7 @@ def test_a_parameter_used_on_one_rank_only_has_its_gradient_on_all():
 
 def test_user_hooks_and_anomaly_mode():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         GradientSync(model.pairs, model.groups)
         calls = []
         model.p["w1"].register_hook(lambda gradient: calls.append(gradient.shape))
@@ -231,7 +231,7 @@ class _Breaks(torch.autograd.Function):
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_backward_that_raised_leaves_no_trace(level):
     def body(rank):
-        model = Pieces(mesh_of(2), level)
+        model = Shards(mesh_of(2), level)
         GradientSync(model.pairs, model.groups, **TINY)
         with pytest.raises(ArithmeticError):
             model.loss(*batch(7), values={"embed": _Breaks.apply(model.p["embed"])}).backward()
@@ -246,7 +246,7 @@ def test_a_backward_that_raised_leaves_no_trace(level):
 
 def test_what_is_not_supported_says_so():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         GradientSync(model.pairs, model.groups)
         with pytest.raises(InputError, match="create_graph"):
             model.loss(*batch()).backward(create_graph=True)
@@ -258,7 +258,7 @@ def test_what_is_not_supported_says_so():
 
 def test_sparse_gradients_are_summed_as_dense_ones():
     def body(rank):
-        groups = Pieces(mesh_of(2)).groups
+        groups = Shards(mesh_of(2)).groups
         held = ParameterSpec(
             keys=("e",), shape=(4, 2), dtype="float64", layout=make_layout([[], []], {"dp": REPLICATE})
         )
@@ -277,7 +277,7 @@ def test_sparse_gradients_are_summed_as_dense_ones():
 
 def test_removed_hooks_do_nothing():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         GradientSync(model.pairs, model.groups).remove()
         model.loss(*batch()).backward()
         return raw_gradient(model.p["w1"])
@@ -288,7 +288,7 @@ def test_removed_hooks_do_nothing():
 
 def test_buckets_follow_backward_and_are_few():
     def body(rank):
-        model = Pieces(mesh_of(2))
+        model = Shards(mesh_of(2))
         few = GradientSync(model.pairs, model.groups)
         many = GradientSync(model.pairs, model.groups, **TINY)
         names = [entry.spec.name for bucket in many.buckets for entry in bucket.entries]
@@ -301,7 +301,7 @@ def test_buckets_follow_backward_and_are_few():
 
 
 def _on_gloo(rank, level):
-    model = Pieces(mesh_of(2), level)
+    model = Shards(mesh_of(2), level)
     sync = GradientSync(model.pairs, model.groups, **TINY)
     with sync.no_sync():
         model.loss(*batch(0)).backward()
@@ -317,7 +317,7 @@ def test_on_gloo(level):
 
 def test_one_rank_needs_no_group():
     def body(rank):
-        model = Pieces(mesh_of(1))
+        model = Shards(mesh_of(1))
         assert GradientSync(model.pairs, Groups(mesh_of(1))).buckets == []
         model.loss(*batch()).backward()
         return model.whole_gradients()

@@ -48,12 +48,12 @@ def test_where_ranks_part_is_said_even_if_their_counts_agree():
 
 def test_of_several_groups_that_wait_the_one_is_named_that_waits_for_a_busy_rank():
     other = ["4", [1, 2]]
-    said = {
+    message = {
         0: one(entered(1, 10)),
         1: one(entered(7, 50, group=other)),
         2: one(entered(6, 40, group=other), waiting=False),
     }
-    text = explain(said, 3, 9)
+    text = explain(message, 3, 9)
     assert "no. 7 of its group) at /x/train.py:50" in text
     assert "entered by rank 1, not by rank 2" in text
 
@@ -116,21 +116,23 @@ def test_a_message_that_was_not_sent_is_named_with_who_waits_for_it():
     assert "message 3 of rank 0, which has sent 0" in explain({1: stage(1, 9)}, 2, 9)
 
 
-def test_of_two_that_wait_for_messages_the_one_is_named_whose_giver_is_busy():
+def test_of_two_that_wait_for_messages_the_one_is_named_whose_sender_is_busy():
     ring = {0: stage(0, 1, waiting=False), 1: stage(1, 2)}
     assert "rank 1 in step F0.1 waits for message 3 of rank 0, which has sent 1" in explain(ring, 2, 9)
     assert "F0.1, is busy at /x/train.py:1" in explain(ring, 2, 9)
 
 
 def test_messages_are_no_collectives_that_a_rank_has_not_entered():
-    said = {rank: {**stage(rank, rank + 3), "awaits": None, "entered": [entered(1, 2, "message")]} for rank in (0, 1)}
-    assert "outside of the compiled model" in explain(said, 2, 9)
+    message = {
+        rank: {**stage(rank, rank + 3), "awaits": None, "entered": [entered(1, 2, "message")]} for rank in (0, 1)
+    }
+    assert "outside of the compiled model" in explain(message, 2, 9)
 
 
 def test_where_a_rank_is_alone_behind_those_before_it_are_named():
-    said = {0: one(entered(4, 10)), 1: one(entered(4, 10)), 2: one(entered(3, 5), waiting=False)}
-    for held in said.values():
+    message = {0: one(entered(4, 10)), 1: one(entered(4, 10)), 2: one(entered(3, 5), waiting=False)}
+    for held in message.values():
         for collective in held["entered"]:
             collective["group"] = ["5", [0, 1, 2]]
         held["counts"] = [[["5", [0, 1, 2]], held["entered"][0]["number"]]]
-    assert "entered by ranks 0, 1, not by rank 2" in explain(said, 3, 9)
+    assert "entered by ranks 0, 1, not by rank 2" in explain(message, 3, 9)

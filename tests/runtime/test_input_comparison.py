@@ -23,7 +23,7 @@ def signature(mode="global", program="train", **arguments: str) -> CallSignature
 Passed = tuple[CallSignature, Tensor, Tensor]
 
 
-def said(size: int, passed: Callable[[int], Passed], replicas: int = 1, calls: int = 1) -> set[str]:
+def message(size: int, passed: Callable[[int], Passed], replicas: int = 1, calls: int = 1) -> set[str]:
     """What ranks raise in the last of some calls; before it all pass the same."""
 
     def body(rank: int) -> str:
@@ -42,7 +42,7 @@ def said(size: int, passed: Callable[[int], Passed], replicas: int = 1, calls: i
 
 
 def test_ranks_that_pass_the_same_are_let_through():
-    assert said(2, lambda rank: (signature(), X.clone(), MASK.clone()), calls=3) == {""}
+    assert message(2, lambda rank: (signature(), X.clone(), MASK.clone()), calls=3) == {""}
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -57,24 +57,24 @@ def test_ranks_that_pass_the_same_are_let_through():
     ],
 )
 def test_what_differs_is_named_on_all_ranks(passed, words, calls):
-    (error,) = said(2, passed, calls=calls)
+    (error,) = message(2, passed, calls=calls)
     assert error.startswith(f"in call {calls} of the model {words}")
 
 
 def test_samples_that_are_gathered_may_differ():
-    assert said(2, lambda rank: (signature("per_rank"), X + rank, MASK)) == {""}
+    assert message(2, lambda rank: (signature("per_rank"), X + rank, MASK)) == {""}
 
 
 def test_ranks_of_a_replica_pass_the_same_samples_and_others_their_own():
-    assert said(4, lambda rank: (signature("per_replica"), X + rank // 2, MASK), replicas=2) == {""}
-    (error,) = said(4, lambda rank: (signature("per_replica"), X + rank // 2 + (rank == 3), MASK), replicas=2)
+    assert message(4, lambda rank: (signature("per_replica"), X + rank // 2, MASK), replicas=2) == {""}
+    (error,) = message(4, lambda rank: (signature("per_replica"), X + rank // 2 + (rank == 3), MASK), replicas=2)
     assert "rank 3 passes another x than rank 2; " in error
 
 
 def test_replicas_that_all_pass_the_same_at_first_are_asked_what_they_mean():
-    (error,) = said(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2)
+    (error,) = message(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2)
     assert "but all pass the same; use model.data_rank" in error
-    assert said(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2, calls=2) == {""}, "by chance, later"
+    assert message(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2, calls=2) == {""}, "by chance, later"
 
 
 def test_what_was_posted_is_read_when_backward_comes_to_an_output():
@@ -100,5 +100,5 @@ def test_activations_are_compared_in_the_first_call_only():
     def made(rank: int) -> Tensor:
         return (X + rank).requires_grad_().clone()
 
-    assert "rank 1 passes another batch" in said(2, lambda rank: (signature(), made(rank), MASK)).pop()
-    assert said(2, lambda rank: (signature(), made(rank), MASK), calls=2) == {""}
+    assert "rank 1 passes another batch" in message(2, lambda rank: (signature(), made(rank), MASK)).pop()
+    assert message(2, lambda rank: (signature(), made(rank), MASK), calls=2) == {""}

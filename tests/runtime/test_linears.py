@@ -1,4 +1,4 @@
-"""A converter and its products in one call compute what they compute one after the other."""
+"""A reshard and its products in one call compute what they compute one after the other."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def both_ways(rank: int, n: int, gathers: bool, sharding: Shard | None, count: i
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("count", "bias"), [(1, True), (1, False), (3, True), (3, False)])
 @pytest.mark.parametrize(("gathers", "sharding"), [(False, None), (True, None), (True, UNEVEN)])
-def test_one_call_is_the_converter_and_then_the_products(gathers, sharding, count, bias, frozen) -> None:
-    for (found, sent), (expected, said) in run_ranks(2, both_ways, 2, gathers, sharding, count, bias, frozen):
-        assert sent == said
+def test_one_call_is_the_reshard_and_then_the_products(gathers, sharding, count, bias, frozen) -> None:
+    for (found, sent), (expected, message) in run_ranks(2, both_ways, 2, gathers, sharding, count, bias, frozen):
+        assert sent == message
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
 
@@ -155,4 +155,4 @@ def kept(rank: int) -> str:
 
 
 def test_a_sum_in_place_of_what_backward_needs_is_refused() -> None:
-    assert all("modified by an inplace operation" in said for said in run_ranks(2, kept))
+    assert all("modified by an inplace operation" in message for message in run_ranks(2, kept))

@@ -56,7 +56,7 @@ def on_ranks(rank: int, case: Case) -> tuple[Tensor, Tensor, list[str]]:
         loss = losses.cross_entropy(
             mine,
             target.narrow(0, start, length),
-            rows=dp,
+            samples=dp,
             classes=tp if case.tp > 1 else None,
             sharding=case.sharding,
             size=case.classes,
@@ -154,7 +154,7 @@ def test_uneven_rows_and_more_target_dims() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_classes_cut_unevenly_in_blocks_and_with_an_empty_piece(smoothing: float) -> None:
+def test_classes_cut_unevenly_in_blocks_and_with_an_empty_shard(smoothing: float) -> None:
     options = {"label_smoothing": smoothing}
     uneven = Shard(axis="tp", blocks=(Block(1, 11, 1),))
     empty = Shard(axis="tp", blocks=(Block(1, 2, 5),))
@@ -190,7 +190,7 @@ def probabilities(rank: int, logits: Tensor, target: Tensor, weight: Tensor) -> 
     with pytest.raises(InputError, match="class probabilities"):
         losses.cross_entropy(logits, target, classes=dp)
     mine = slice(0, 4) if rank == 0 else slice(4, 5)
-    return losses.cross_entropy(logits[mine], target[mine], rows=dp, weight=weight, label_smoothing=0.1)
+    return losses.cross_entropy(logits[mine], target[mine], samples=dp, weight=weight, label_smoothing=0.1)
 
 
 def test_class_probabilities_over_split_rows() -> None:
@@ -207,7 +207,7 @@ def test_class_probabilities_over_split_rows() -> None:
 def negative_log(rank: int, logp: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     dp = Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"]
     mine = logp[rank * 3 : rank * 3 + 3].clone().requires_grad_()
-    loss = losses.nll_loss(mine, target[rank * 3 : rank * 3 + 3], rows=dp, weight=weight)
+    loss = losses.nll_loss(mine, target[rank * 3 : rank * 3 + 3], samples=dp, weight=weight)
     loss.backward()
     assert mine.grad is not None
     return loss.detach(), mine.grad
@@ -235,7 +235,7 @@ def whole_mean(rank: int, ignored: tuple[int, ...], weighted: bool, smoothing: f
     mine = logits.narrow(0, start, length).clone().requires_grad_()
     with comm.recording() as issued:
         found = losses.cross_entropy(
-            mine, target.narrow(0, start, length), rows=dp, weight=weight, whole=True, **case.options
+            mine, target.narrow(0, start, length), samples=dp, weight=weight, reduced=True, **case.options
         )
     (3 * found).backward()
     return found.detach(), mine.grad, issued

@@ -72,12 +72,12 @@ def state_of(model):
 
 @pytest.mark.parametrize("plan", ["single", "dp=2", "tp=2", "zero3=2"])
 def test_an_op_of_forward(plan, tmp_path):
-    for fine, found, _, said in look("log", plan, tmp_path):
+    for fine, found, _, message in look("log", plan, tmp_path):
         assert not fine
         assert found.startswith("forward of log at ")
         assert "from test_nonfinite.py:" in found and "are infinite" in found
         assert plan != "dp=2" or found.endswith("on rank 1")  # which has row 6
-        assert f"it begins in the {found}" in said
+        assert f"it begins in the {found}" in message
 
 
 def test_an_op_of_a_stage_and_the_first_parameter_of_all_stages(tmp_path):
@@ -101,9 +101,9 @@ def test_an_op_of_backward_and_the_first_parameter(plan, precision, tmp_path):
 
 @pytest.mark.parametrize("plan", ["single", "dp=2"])
 def test_infinities_that_a_model_is_made_with_are_none(plan, tmp_path):
-    for fine, found, gradient, said in look("none", plan, tmp_path, bad=False):
+    for fine, found, gradient, message in look("none", plan, tmp_path, bad=False):
         assert fine and found is None and gradient is None
-        assert "repeating the step is finite" in said
+        assert "repeating the step is finite" in message
 
 
 def test_what_is_wrong_before_the_step(tmp_path):

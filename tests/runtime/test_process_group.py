@@ -127,5 +127,5 @@ def by_threads(rank: int) -> list[float]:
     return x.tolist()
 
 
-def test_ranks_that_are_threads_talk_as_ever() -> None:
+def test_ranks_that_are_threads_communicate_as_ever() -> None:
     assert run_ranks(2, by_threads) == [[2, 2], [2, 2]]

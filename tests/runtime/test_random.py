@@ -69,7 +69,7 @@ def test_evaluation_draws_nothing() -> None:
     assert Randomness().dropout(x, 0.0, "drop") is x
 
 
-def pieces(rank: int, x: Tensor) -> Tensor:
+def shards(rank: int, x: Tensor) -> Tensor:
     groups = Groups(Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=2))))
     dp, tp = groups["dp"], groups["tp"]
     mine = comm.shard(comm.shard(x, 0, dp, UNEVEN), 1, tp, FUSED)
@@ -77,16 +77,16 @@ def pieces(rank: int, x: Tensor) -> Tensor:
     return comm.all_gather(comm.all_gather(y, 1, tp, FUSED), 0, dp, UNEVEN)
 
 
-def test_exact_pieces_make_up_the_mask_of_one_device() -> None:
+def test_exact_shards_make_up_the_mask_of_one_device() -> None:
     x = torch.randn(5, 12)
 
-    results = run_ranks(4, pieces, x)
+    results = run_ranks(4, shards, x)
 
     expected = Randomness(seed=3, step=2, exact=True).dropout(x, 0.4, "drop")
     assert all(torch.equal(y, expected) for y in results)
 
 
-def test_exact_pieces_of_one_dim_cut_twice_and_in_time() -> None:
+def test_exact_shards_of_one_dim_cut_twice_and_in_time() -> None:
     exact = Randomness(exact=True)
     whole = exact.dropout(torch.ones(16), 0.5, "drop")
 

@@ -53,19 +53,19 @@ def test_one_element_of_a_replica(tmp_path):
         if rank == 1:
             model.down.weight[2, 3] *= 1 + 1e-7
 
-    said = run("dp=4", 4, change, tmp_path)
-    assert len(set(said)) == 1
-    assert said[0].splitlines()[1:] == ["  - down.weight has other values on rank 1 than on rank 0, 2, 3"]
+    message = run("dp=4", 4, change, tmp_path)
+    assert len(set(message)) == 1
+    assert message[0].splitlines()[1:] == ["  - down.weight has other values on rank 1 than on rank 0, 2, 3"]
 
 
-def test_pieces_are_compared_with_equal_pieces(tmp_path):
+def test_shards_are_compared_with_equal_shards(tmp_path):
     def change(rank, model):
         if rank == 3:
             model.up.weight.add_(1)
             model.norm.weight[1] = 7
 
-    (said,) = set(run("dp=2,tp=2", 4, change, tmp_path))
-    lines = said.splitlines()[1:]
+    (message,) = set(run("dp=2,tp=2", 4, change, tmp_path))
+    lines = message.splitlines()[1:]
     assert len(lines) == 2
     assert any("norm.weight has other values on rank 3 than on rank 0, 1, 2" in line for line in lines)
     assert any("up.weight[4:8, :] has other values on rank 3 than on rank 1" in line for line in lines)
@@ -83,8 +83,8 @@ def test_buffers_too(tmp_path):
     def change(rank, model):
         model.table[0] = rank
 
-    (said,) = set(run("tp=2", 2, change, tmp_path))
-    assert "table has other values on rank 1 than on rank 0" in said
+    (message,) = set(run("tp=2", 2, change, tmp_path))
+    assert "table has other values on rank 1 than on rank 0" in message
 
 
 class Tied(nn.Module):
@@ -104,8 +104,8 @@ def test_a_parameter_that_two_stages_share(tmp_path):
         if rank == 1:
             model.last.weight[0, 0] += 1e-6
 
-    (said,) = set(run("pp=2", 2, change, tmp_path, Tied))
-    assert said.splitlines()[1:] == ["  - first.weight has other values on rank 1 than on rank 0"]
+    (message,) = set(run("pp=2", 2, change, tmp_path, Tied))
+    assert message.splitlines()[1:] == ["  - first.weight has other values on rank 1 than on rank 0"]
 
 
 @given(st.integers(1, 300), st.data(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.bool]))

@@ -1,6 +1,6 @@
 """Whole paths of reshards with the runtime's collectives, on threads: several axes at once, in either order.
 
-`tests/test_conversion.py` simulates random paths; here some that need groups over several axes run for real.
+`tests/test_reshard.py` simulates random paths; here some that need groups over several axes run for real.
 """
 
 from __future__ import annotations

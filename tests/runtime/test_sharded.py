@@ -43,7 +43,7 @@ def whole_gradients(dtype=torch.float64):
 
 
 def parameters(level, full, dtype=torch.float64):
-    """Parameters whose synced gradients are pieces of `full`."""
+    """Parameters whose synced gradients are shards of `full`."""
     groups = Groups(MESH, wanted_groups(helds(level), MESH))
     made = []
     for it in helds(level, dtype):
@@ -197,7 +197,7 @@ def test_copies_keep_their_place():
     run_ranks(4, body)
 
 
-def test_a_piece_is_pickled_if_it_is_whole_here():
+def test_a_shard_is_pickled_if_it_is_whole_here():
     def body(rank):
         made, _ = parameters(1, whole_gradients())
         for parameter in made:
@@ -227,15 +227,15 @@ def test_clip_on_gloo():
         assert norm == pytest.approx(expected, rel=1e-12)
 
 
-def test_foreach_ops_give_pieces_and_those_in_place_the_same_memory():
+def test_foreach_ops_give_shards_and_those_in_place_the_same_memory():
     def body(rank):
         made, _ = parameters(0, whole_gradients())
         with torch.no_grad():
             changed, fresh = torch._foreach_add_(made, 2.0), torch._foreach_mul(made, 3.0)
         kind = type(made[0].detach())
-        assert {type(piece) for piece in (*changed[:2], *fresh[:2])} == {kind}, "those that are sharding"
-        assert [piece.data_ptr() for piece in changed] == [piece.data_ptr() for piece in made]
+        assert {type(shard) for shard in (*changed[:2], *fresh[:2])} == {kind}, "those that are sharding"
+        assert [shard.data_ptr() for shard in changed] == [shard.data_ptr() for shard in made]
         with Untouched():
-            assert all(bool((piece == 6.0).all()) for piece in fresh)
+            assert all(bool((shard == 6.0).all()) for shard in fresh)
 
     run_ranks(4, body)

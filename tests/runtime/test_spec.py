@@ -1,4 +1,4 @@
-"""Pieces of parameters: sharding, put together again, and read from the words of a generated file."""
+"""Shards of parameters: sharding, put together again, and read from the words of a generated file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_gather_undoes_scatter(name):
 
     def body(rank):
         groups = Groups(MESH)
-        piece = shard_tensor(full, it, MESH.sizes, coordinates(groups))
-        return piece.shape, gather_tensor(piece, it, groups)
+        shard = shard_tensor(full, it, MESH.sizes, coordinates(groups))
+        return shard.shape, gather_tensor(shard, it, groups)
 
     results = run_ranks(4, body)
     for _, whole in results:
@@ -53,15 +53,15 @@ def test_gather_undoes_scatter(name):
 
 def test_rows_of_a_fused_weight_are_three_runs():
     it = held((12,), [[make_shard(TP, [Block(3, 4, 1)])]])
-    piece = shard_tensor(torch.arange(12.0), it, MESH.sizes, {"dp": 0, "tp": 1})
-    assert piece.tolist() == [2, 3, 6, 7, 10, 11]
+    shard = shard_tensor(torch.arange(12.0), it, MESH.sizes, {"dp": 0, "tp": 1})
+    assert shard.tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_zero_cuts_are_minor_to_compute_cuts():
     it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero={"dp": 3})
     assert [sharding.axis for sharding in storage_layout(it, MESH.sizes).shards[0]] == ["tp", "dp"]
-    piece = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
-    assert piece.tolist() == [2, 3]
+    shard = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
+    assert shard.tolist() == [2, 3]
 
 
 def test_zero_takes_the_first_dim_with_room():
@@ -86,7 +86,7 @@ def test_groups_that_are_wanted():
 
 
 def test_parse_reads_the_words_of_a_generated_file():
-    pieces = {
+    shards = {
         "wte.weight": ParameterEntry(shape=(10, 4), sums=("dp",), tied=("head.weight",)),
         "blocks.*.qkv.weight": ParameterEntry(
             shape=(24, 4), shards={0: shard("tp", 3, 4, 2)}, sums=("dp",), zero={"dp": 3}, unit="blocks.*"
@@ -94,7 +94,7 @@ def test_parse_reads_the_words_of_a_generated_file():
         "blocks.*.proj.weight": ParameterEntry(shape=(4, 8), shards={1: shard("tp")}, frozen=True),
     }
     keys = ["wte.weight", "blocks.0.qkv.weight", "blocks.0.proj.weight", "blocks.1.qkv.weight", "head.weight"]
-    found = parse(pieces, MESH, keys)
+    found = parse(shards, MESH, keys)
     assert [item.keys for item in found] == [
         ("wte.weight", "head.weight"),
         ("blocks.0.qkv.weight",),

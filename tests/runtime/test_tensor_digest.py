@@ -61,7 +61,7 @@ def test_two_signs_that_change_are_seen():
         assert number(other) != number(tensor)
 
 
-def test_a_tensor_larger_than_one_piece_is_seen_whole():
+def test_a_tensor_larger_than_one_shard_is_seen_whole():
     tensor = torch.zeros(ROWS_AT_ONCE * WIDTH + WIDTH + 3, dtype=torch.int32)
     found = {number(tensor)}
     for at in (

@@ -1,4 +1,4 @@
-"""Optimizers that have pieces without parallelize knowing are looked at before their steps, once for each group."""
+"""Optimizers that have shards without parallelize knowing are looked at before their steps, once for each group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from shardwright.errors import InputError
 from shardwright.runtime.optimizer import unadopted
-from tests.runtime.little import Pieces, mesh_of
+from tests.runtime.little import Shards, mesh_of
 from tests.runtime.ranks import run_ranks
 
 
@@ -23,11 +23,11 @@ def test_an_optimizer_is_looked_at_again_when_it_has_got_another_group(monkeypat
     assert len(asked) == 2
 
 
-def test_pieces_may_be_updated_element_by_element_and_not_as_whole_tensors():
+def test_shards_may_be_updated_element_by_element_and_not_as_whole_tensors():
     def body(rank):
-        pieces = [leaf for leaf in Pieces(mesh_of(1, 2)).p.values() if leaf.requires_grad]
-        unadopted.check_unadopted(torch.optim.SGD(pieces, lr=0.1), (), {})
+        shards = [leaf for leaf in Shards(mesh_of(1, 2)).p.values() if leaf.requires_grad]
+        unadopted.check_unadopted(torch.optim.SGD(shards, lr=0.1), (), {})
         with pytest.raises(InputError, match=r"LBFGS has parameters of a compiled model .*may need more than the same"):
-            unadopted.check_unadopted(torch.optim.LBFGS(pieces), (), {})
+            unadopted.check_unadopted(torch.optim.LBFGS(shards), (), {})
 
     run_ranks(2, body)

@@ -1,4 +1,4 @@
-"""Ranks and groups: who talks with whom, in which order, made once."""
+"""Ranks and groups: who communicates with whom, in which order, made once."""
 
 from __future__ import annotations
 

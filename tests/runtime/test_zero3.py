@@ -22,13 +22,13 @@ from shardwright.runtime.world import Groups
 from shardwright.storage import ParameterSpec, wanted_groups
 from shardwright.storage.zero3 import Zero3
 from tests.runtime.little import WIDTH as WIDTH_IN
-from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients, whole_values
+from tests.runtime.little import Shards, Single, assert_same, batch, mesh_of, single_gradients, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 
 UNITS = {"root": ("embed", "scale", "gain"), "mlp": ("w1", "w2", "bias"), "rest": ("idle", "frozen")}
 
 
-class Split(Pieces):
+class Split(Shards):
     """The little model, in three units."""
 
     def __init__(self, mesh):

@@ -1,4 +1,4 @@
-"""Random schedules over random graphs of segments, good ones and broken ones."""
+"""Random schedules over random graphs of stages, good ones and broken ones."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from random import Random
 from shardwright.schedule import Schedule, StageEdge, Step
 
 
-def chain(segments: int, *seconds: float) -> list[StageEdge]:
-    return [StageEdge(segment, segment + 1, *seconds) for segment in range(segments - 1)]
+def chain(stages: int, *seconds: float) -> list[StageEdge]:
+    return [StageEdge(stage, stage + 1, *seconds) for stage in range(stages - 1)]
 
 
-def graph(random: Random, segments: int) -> list[StageEdge]:
-    """Values from any segment to any later one, some without gradient."""
-    pairs = [(a, b) for b in range(segments) for a in range(b) if random.random() < 0.5]
+def graph(random: Random, stages: int) -> list[StageEdge]:
+    """Values from any stage to any later one, some without gradient."""
+    pairs = [(a, b) for b in range(stages) for a in range(b) if random.random() < 0.5]
     return [StageEdge(a, b, random.random(), random.choice([None, 0.0, random.random()])) for a, b in pairs]
 
 
-def good(random: Random, edges: list[StageEdge], segments: int) -> Schedule:
+def good(random: Random, edges: list[StageEdge], stages: int) -> Schedule:
     """Every device runs its part of one order in which everything comes after what it needs."""
     devices, microbatches = random.randint(1, 4), random.randint(1, 4)
     holders = tuple(
         tuple(sorted(random.sample(range(devices), 1 if random.random() < 0.7 else random.randint(1, devices))))
-        for _ in range(segments)
+        for _ in range(stages)
     )
     kinds = random.choice(["F", "FB", "FB", "FBW", "FBW"])
     before: dict[Step, set[Step]] = {}
-    for segment in range(segments):
-        opening = [Step("P", segment, 0)] if random.random() < 0.3 else []
+    for stage in range(stages):
+        opening = [Step("P", stage, 0)] if random.random() < 0.3 else []
         before.update({step: set() for step in opening})
         for at in range(microbatches):
             parts = kinds if random.random() < 0.8 else kinds.replace("W", "")
             last = opening
             for kind in parts:
-                step = Step(kind, segment, at)
+                step = Step(kind, stage, at)
                 before[step], last = set(last), [step]
     for edge in edges:
         for at in range(microbatches):
@@ -42,7 +42,7 @@ def good(random: Random, edges: list[StageEdge], segments: int) -> Schedule:
             if "B" in kinds and edge.backward is not None:
                 before[Step("B", edge.source, at)].add(Step("B", edge.target, at))
     order = shuffled(random, before)
-    rows = [tuple(step for step in order if device in holders[step.segment]) for device in range(devices)]
+    rows = [tuple(step for step in order if device in holders[step.stage]) for device in range(devices)]
     return Schedule(devices=tuple(rows), holders=holders, microbatches=microbatches, name="random")
 
 
@@ -59,7 +59,7 @@ def shuffled(random: Random, before: dict[Step, set[Step]]) -> list[Step]:
 
 
 def reordered(random: Random, schedule: Schedule) -> Schedule:
-    """Every device in an order of its own, each segment's microbatch still forward first: many of these can't run."""
+    """Every device in an order of its own, each stage's microbatch still forward first: many of these can't run."""
     rows = []
     for steps in schedule.devices:
         before: dict[Step, set[Step]] = {}

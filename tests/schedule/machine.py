@@ -41,21 +41,19 @@ class Machine:
         return "done"
 
     def needs(self, step: Step) -> list[Step]:
-        kind, segment, at = step
+        kind, stage, at = step
         if kind == "F":
-            return [Step("F", edge.source, at) for edge in self.edges if edge.target == segment]
+            return [Step("F", edge.source, at) for edge in self.edges if edge.target == stage]
         if kind == "B":
             return [
-                Step("B", edge.target, at)
-                for edge in self.edges
-                if edge.source == segment and edge.backward is not None
+                Step("B", edge.target, at) for edge in self.edges if edge.source == stage and edge.backward is not None
             ]
         return []
 
     def may_run(self, device: int, step: Step) -> bool:
-        if not 0 <= step.segment < self.schedule.segments or device not in self.schedule.holders[step.segment]:
+        if not 0 <= step.stage < self.schedule.stages or device not in self.schedule.holders[step.stage]:
             raise Fault(f"{step} does not belong to device {device}")
-        together = self.schedule.holders[step.segment]
+        together = self.schedule.holders[step.stage]
         return all(self.rows[other] and self.rows[other][0] == step for other in together) and all(
             self.received(other, step) for other in together
         )
@@ -68,36 +66,36 @@ class Machine:
         return self.known[device].issuperset(self.needs(step))
 
     def execute(self, step: Step) -> None:
-        kind, segment, at = step
-        for device in self.schedule.holders[segment]:
+        kind, stage, at = step
+        for device in self.schedule.holders[stage]:
             ran = self.ran[device]
             if step in ran or not 0 <= at < (1 if kind == "P" else self.schedule.microbatches):
                 raise Fault(f"{step} again, or too far")
-            before = {"P": None, "F": None, "B": Step("F", segment, at), "W": Step("B", segment, at)}[kind]
+            before = {"P": None, "F": None, "B": Step("F", stage, at), "W": Step("B", stage, at)}[kind]
             if before and before not in ran:
                 raise Fault(f"{step} has nothing to work on")
-            if kind == "P" and any(other[:2] == ("F", segment) for other in ran):
+            if kind == "P" and any(other[:2] == ("F", stage) for other in ran):
                 raise Fault(f"{step} comes after a forward")
             ran.add(step)
             self.known[device].add(step)
             self.rows[device].popleft()
-        for sender in self.schedule.holders[segment]:
+        for sender in self.schedule.holders[stage]:
             for receiver in self.readers(step):
                 if receiver != sender:
                     self.queues[sender, receiver].append(step)
 
     def readers(self, step: Step) -> set[int]:
-        ends = [edge.target for edge in self.edges if step.kind == "F" and edge.source == step.segment]
-        ends += [edge.source for edge in self.edges if step.kind == "B" and edge.target == step.segment]
-        return {device for segment in ends for device in self.schedule.holders[segment]}
+        ends = [edge.target for edge in self.edges if step.kind == "F" and edge.source == step.stage]
+        ends += [edge.source for edge in self.edges if step.kind == "B" and edge.target == step.stage]
+        return {device for stage in ends for device in self.schedule.holders[stage]}
 
     def complete(self) -> None:
         kinds = "F" if self.schedule.inference else "FB"
-        for segment, held in enumerate(self.schedule.holders):
+        for stage, held in enumerate(self.schedule.holders):
             for at in range(self.schedule.microbatches):
                 for device in held:
-                    if not self.ran[device].issuperset(Step(kind, segment, at) for kind in kinds):
-                        raise Fault(f"device {device} left out a part of {segment}.{at}")
+                    if not self.ran[device].issuperset(Step(kind, stage, at) for kind in kinds):
+                        raise Fault(f"device {device} left out a part of {stage}.{at}")
 
 
 def runs(schedule: Schedule, edges: Iterable[StageEdge | tuple[int, int]]) -> str:
@@ -109,18 +107,18 @@ def runs(schedule: Schedule, edges: Iterable[StageEdge | tuple[int, int]]) -> st
 
 
 def timed(schedule: Schedule, times: Sequence[StageTimes], edges: Sequence[StageEdge]) -> dict[Step, float]:
-    """When each step ends, found with a clock that goes from event to event. One edge at most between two segments."""
+    """When each step ends, found with a clock that goes from event to event. One edge at most between two stages."""
     machine = Machine(schedule, edges)
     split = {step[1:] for row in schedule.devices for step in row if step.kind == "W"}
     free: dict[tuple[int, int], float] = defaultdict(float)
     missing = {
         (device, step): sum(
-            len([other for other in schedule.holders[need.segment] if other != device]) or 1
+            len([other for other in schedule.holders[need.stage] if other != device]) or 1
             for need in machine.needs(step)
         )
         for row in schedule.devices
         for step in row
-        for device in schedule.holders[step.segment]
+        for device in schedule.holders[step.stage]
     }
     ends: dict[Step, float] = {}
     busy: set[int] = set()
@@ -136,11 +134,11 @@ def timed(schedule: Schedule, times: Sequence[StageTimes], edges: Sequence[Stage
         for row in machine.rows:
             while row:
                 step = row[0]
-                held = schedule.holders[step.segment]
+                held = schedule.holders[step.stage]
                 there = all(machine.rows[d] and machine.rows[d][0] == step and d not in busy for d in held)
                 if not there or any(missing[device, step] for device in held):
                     break
-                time = times[step.segment]
+                time = times[step.stage]
                 whole = time.backward + (0 if step[1:] in split else time.weight)
                 span = {"P": time.prologue, "F": time.forward, "B": whole, "W": time.weight}[step.kind]
                 for device in held:
@@ -151,11 +149,11 @@ def timed(schedule: Schedule, times: Sequence[StageTimes], edges: Sequence[Stage
 
     def send(now: float, step: Step, to: Step, seconds: float) -> None:
         holders = schedule.holders
-        for receiver in holders[to.segment]:
-            senders = [device for device in holders[step.segment] if device != receiver]
+        for receiver in holders[to.stage]:
+            senders = [device for device in holders[step.stage] if device != receiver]
             for sender in senders or [receiver]:
                 arrival = now
-                if holders[step.segment] != holders[to.segment] and sender != receiver:
+                if holders[step.stage] != holders[to.stage] and sender != receiver:
                     arrival = free[sender, receiver] = max(now, free[sender, receiver]) + seconds
                 later(arrival, ("message", to, receiver))
 
@@ -166,11 +164,11 @@ def timed(schedule: Schedule, times: Sequence[StageTimes], edges: Sequence[Stage
             missing[device, step] -= 1
         else:
             ends[step] = now
-            busy.difference_update(schedule.holders[step.segment])
+            busy.difference_update(schedule.holders[step.stage])
             for edge in machine.edges:
-                if step.kind == "F" and edge.source == step.segment:
+                if step.kind == "F" and edge.source == step.stage:
                     send(now, step, Step("F", edge.target, step.microbatch), edge.forward)
-                if step.kind == "B" and edge.target == step.segment and edge.backward is not None:
+                if step.kind == "B" and edge.target == step.stage and edge.backward is not None:
                     send(now, step, Step("B", edge.source, step.microbatch), edge.backward)
         begin(now)
     return ends

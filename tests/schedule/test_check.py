@@ -61,7 +61,7 @@ def test_a_long_list_of_faults_is_shortened():
         check(own("", "", microbatches=20), CHAIN)
 
 
-def test_devices_of_one_segment_run_it_in_the_same_order():
+def test_devices_of_one_stage_run_it_in_the_same_order():
     schedule = own("F0.0 F0.1", "F0.1 F0.0", holders=((0, 1),), microbatches=2)
     with pytest.raises(ScheduleError, match=r"device 0 runs F0\.0 where device 1 runs F0\.1: .* same order"):
         check(schedule, [])
@@ -84,7 +84,7 @@ def test_a_deadlock_is_reported_as_a_cycle():
     )
 
 
-def test_a_deadlock_of_devices_that_meet_in_a_segment_is_found():
+def test_a_deadlock_of_devices_that_meet_in_a_stage_is_found():
     schedule = own("F0.0 F1.0 F2.0", "F2.0 F0.0", "F1.0", holders=((0, 1), (0, 2), (0, 1)))
     with pytest.raises(ScheduleError, match="same order"):
         check(schedule, [])
@@ -104,7 +104,7 @@ def test_a_long_cycle_is_shortened():
         check(schedule, [])
 
 
-def test_values_may_skip_segments():
+def test_values_may_skip_stages():
     schedule = own("F0.0 F2.0 B2.0 B0.0", "F1.0 B1.0", holders=((0,), (1,), (0,)))
 
     check(schedule, [(0, 1), (0, 2), (1, 2)])

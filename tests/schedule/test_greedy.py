@@ -28,10 +28,10 @@ def pp_ranks(count):
 def test_it_makes_schedules_that_run_for_any_graph_on_any_devices(seed):
     for case in range(200):
         random = Random(seed * 1000 + case)
-        edges = graph(random, segments := random.randint(1, 6))
+        edges = graph(random, stages := random.randint(1, 6))
         devices = random.randint(1, 4)
-        holders = [tuple(sorted(random.sample(range(devices), random.randint(1, devices)))) for _ in range(segments)]
-        times = [StageTimes(*(random.random() for _ in range(3))) for _ in range(segments)]
+        holders = [tuple(sorted(random.sample(range(devices), random.randint(1, devices)))) for _ in range(stages)]
+        times = [StageTimes(*(random.random() for _ in range(3))) for _ in range(stages)]
         kinds = random.choice(["F", "FB", "FBW"])
 
         schedule = greedy(holders, random.randint(1, 5), times, edges, kinds=kinds)
@@ -73,6 +73,6 @@ def test_a_limit_that_is_too_low_is_refused():
         greedy([(0,), (0,)], 2, [UNIT] * 2, chain(2), limit=1)
 
 
-def test_times_of_all_segments_are_needed():
+def test_times_of_all_stages_are_needed():
     with pytest.raises(ScheduleError, match="there are 2 stages, but times of 1"):
         greedy(pp_ranks(2), 2, [UNIT], chain(2))

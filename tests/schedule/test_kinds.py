@@ -41,7 +41,7 @@ LONG = [(p, m) for p, m in SIZES if m >= 2 * p - 1]
 
 
 def run(schedule):
-    return simulate(schedule, [UNIT] * schedule.segments, chain(schedule.segments))
+    return simulate(schedule, [UNIT] * schedule.stages, chain(schedule.stages))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -50,9 +50,9 @@ def test_every_kind_passes_the_check(name, p, m):
     kind = schedule_kind(name)
     schedule = kind.make(p, m)
 
-    check(schedule, chain(schedule.segments))
+    check(schedule, chain(schedule.stages))
 
-    assert schedule.holders == kind.holders(p) and schedule.segments == kind.stages_per_rank * p
+    assert schedule.holders == kind.holders(p) and schedule.stages == kind.stages_per_rank * p
     assert schedule.name == kind.name == name
 
 
@@ -137,7 +137,7 @@ def test_interleaved_waits_chunks_times_less_for_any_number_of_microbatches(p, m
     schedule = interleaved(p, m, chunks)
 
     assert run(schedule).total == 3 * m * chunks + 3 * (p - 1)  # of a chunk's time, which is 1/chunks of a seat's
-    check(schedule, chain(schedule.segments))
+    check(schedule, chain(schedule.stages))
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % p == 0 and m > p])
@@ -177,7 +177,7 @@ def test_forward_only_is_one_wave(p, m):
     assert in_flight(schedule) == (0,) * p
 
 
-def test_forward_only_takes_segments_on_any_devices():
+def test_forward_only_takes_stages_on_any_devices():
     schedule = forward_only([(0,), (0, 1, 2), (1,), (2,)], 4)
 
     check(schedule, chain(4))
@@ -193,7 +193,7 @@ def test_forward_only_with_virtual_stages_is_still_one_wave(p, m, chunks):
     assert run(schedule).total == m * chunks + p - 1
 
 
-def test_prologues_come_first_on_all_devices_of_their_segment():
+def test_prologues_come_first_on_all_devices_of_their_stage():
     schedule = with_prologue(spread(one_f_one_b(2, 2), [(0,), (1, 2)]), [1])
 
     assert schedule.devices[0][0] == Step("F", 0, 0)
@@ -201,7 +201,7 @@ def test_prologues_come_first_on_all_devices_of_their_segment():
     check(schedule, chain(2))
 
 
-def test_a_prologue_of_a_segment_that_is_not_there_is_refused():
+def test_a_prologue_of_a_stage_that_is_not_there_is_refused():
     with pytest.raises(ScheduleError, match=r"no prologue for the stages \[2\]: gpipe .* has 0 to 1"):
         with_prologue(gpipe(2, 2), [0, 2])
 

@@ -34,8 +34,8 @@ def agree(schedule, edges):
 def test_a_good_schedule_is_never_refused(seed):
     for case in range(1000):
         random = Random(seed * 1000 + case)
-        edges = graph(random, segments := random.randint(1, 6))
-        assert agree(good(random, edges, segments), edges)
+        edges = graph(random, stages := random.randint(1, 6))
+        assert agree(good(random, edges, stages), edges)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -43,8 +43,8 @@ def test_a_mutated_schedule_is_refused_exactly_if_it_is_broken(seed):
     seen = set()
     for case in range(1000):
         random = Random(seed * 1000 + case)
-        edges = graph(random, segments := random.randint(1, 6))
-        schedule = good(random, edges, segments)
+        edges = graph(random, stages := random.randint(1, 6))
+        schedule = good(random, edges, stages)
         for _ in range(random.randint(1, 3)):
             if any(schedule.devices):
                 schedule = mutated(random, schedule)
@@ -57,8 +57,8 @@ def test_orders_that_know_nothing_of_each_other_are_refused_exactly_if_they_hang
     words = {"deadlock": 0, "": 0}
     for case in range(1000):
         random = Random(seed * 1000 + case)
-        edges = graph(random, segments := random.randint(1, 6))
-        schedule = reordered(random, good(random, edges, segments))
+        edges = graph(random, stages := random.randint(1, 6))
+        schedule = reordered(random, good(random, edges, stages))
         agree(schedule, edges)
         refused = verdict(schedule, edges)
         words["deadlock" if "deadlock" in refused else "" if not refused else "order"] = 1
@@ -71,7 +71,7 @@ def known(draw):
     kind = draw(st.sampled_from([*KINDS, "forward"]))
     schedule = forward_only(stages, microbatches) if kind == "forward" else KINDS[kind].make(stages, microbatches)
     if draw(st.booleans()):
-        schedule = with_prologue(schedule, draw(st.sets(st.integers(0, schedule.segments - 1))))
+        schedule = with_prologue(schedule, draw(st.sets(st.integers(0, schedule.stages - 1))))
     if draw(st.booleans()):
         sizes = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
         first = [sum(sizes[:at]) for at in range(stages)]
@@ -82,7 +82,7 @@ def known(draw):
 @given(known(), st.integers(0, 2**32), st.integers(0, 3))
 @settings(max_examples=400, deadline=None)
 def test_the_known_kinds_run_and_their_mutants_only_if_they_can(schedule, seed, changes):
-    random, edges = Random(seed), chain(schedule.segments)
+    random, edges = Random(seed), chain(schedule.stages)
     assert agree(schedule, edges)
     for _ in range(changes):
         if any(schedule.devices):
@@ -94,9 +94,9 @@ def test_the_known_kinds_run_and_their_mutants_only_if_they_can(schedule, seed, 
 def test_the_simulation_agrees_with_a_clock_that_goes_from_event_to_event(seed):
     for case in range(100):
         random = Random(seed * 1000 + case)
-        edges = graph(random, segments := random.randint(1, 6))
-        schedule = good(random, edges, segments)
-        times = [StageTimes(*(random.random() for _ in range(4))) for _ in range(segments)]
+        edges = graph(random, stages := random.randint(1, 6))
+        schedule = good(random, edges, stages)
+        times = [StageTimes(*(random.random() for _ in range(4))) for _ in range(stages)]
 
         run = simulate(schedule, times, edges)
 
@@ -112,6 +112,6 @@ def test_json_gives_the_same_schedule_back(schedule):
 
 
 @given(st.sampled_from("PFBW"), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_text_gives_the_same_step_back(kind, segment, microbatch):
-    step = Step(kind, segment, microbatch)
+def test_text_gives_the_same_step_back(kind, stage, microbatch):
+    step = Step(kind, stage, microbatch)
     assert Step.parse(str(step)) == step

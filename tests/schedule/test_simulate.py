@@ -56,7 +56,7 @@ def test_messages_to_and_fro_and_to_other_devices_do_not_wait_for_each_other():
     assert run.starts == ((0,), (5,), (5,))
 
 
-def test_two_values_between_the_same_segments_take_the_sum_of_their_times():
+def test_two_values_between_the_same_stages_take_the_sum_of_their_times():
     run = simulate(forward_only(2, 1), [UNIT, UNIT], [StageEdge(0, 1, 2), StageEdge(0, 1, 3)])
 
     assert run.starts[1] == (6,)
@@ -84,7 +84,7 @@ def test_a_prologue_takes_its_time_once():
     assert run.busy == (6, 11)
 
 
-def test_a_segment_begins_when_all_its_devices_are_free():
+def test_a_stage_begins_when_all_its_devices_are_free():
     schedule = Schedule(
         devices=((Step("F", 0, 0), Step("F", 1, 0)), (Step("F", 1, 0),)),
         holders=((0,), (0, 1)),
@@ -123,7 +123,7 @@ def test_a_schedule_that_hangs_is_not_given_a_time():
         simulate(schedule, [UNIT] * 2, [(0, 1)])
 
 
-def test_times_of_all_segments_are_needed():
+def test_times_of_all_stages_are_needed():
     with pytest.raises(ScheduleError, match="has 3 stages, but there are times of 2"):
         simulate(gpipe(3, 1), [UNIT] * 2)
 
@@ -134,8 +134,8 @@ def test_no_schedule_is_faster_than_the_lower_bound(name):
     for _ in range(60):
         stages, microbatches = random.randint(1, 6), random.randint(1, 12)
         schedule = schedule_kind(name).make(stages, microbatches)
-        times = [StageTimes(*(random.random() for _ in range(3))) for _ in range(schedule.segments)]
-        edges = chain(schedule.segments, random.random() / 4, random.random() / 4)
+        times = [StageTimes(*(random.random() for _ in range(3))) for _ in range(schedule.stages)]
+        edges = chain(schedule.stages, random.random() / 4, random.random() / 4)
         total = simulate(schedule, times, edges).total
         bound = lower_bound(schedule.holders, microbatches, times, edges, splits_weights=schedule.splits_weights)
         assert bound <= total * (1 + 1e-12)

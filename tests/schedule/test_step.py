@@ -6,7 +6,7 @@ from shardwright.errors import ScheduleError
 from shardwright.schedule import Schedule, Step, gpipe, spread, zero_bubble
 
 
-def test_a_step_is_written_kind_segment_microbatch():
+def test_a_step_is_written_kind_stage_microbatch():
     assert str(Step("F", 0, 3)) == "F0.3"
     assert Step.parse("W12.0") == Step("W", 12, 0)
 
@@ -47,9 +47,9 @@ def test_devices_with_nothing_to_do_stay_in_json():
     ],
 )
 def test_odd_json_is_refused_with_the_reason(change, reason):
-    said = {**gpipe(1, 1).to_json(), **change}
+    message = {**gpipe(1, 1).to_json(), **change}
     with pytest.raises(ScheduleError, match=reason):
-        Schedule.from_json(said)
+        Schedule.from_json(message)
 
 
 def test_json_with_parts_missing_is_refused():
@@ -67,5 +67,5 @@ def test_all_faults_of_a_schedule_are_reported_at_once():
 
 def test_what_a_schedule_is():
     assert zero_bubble(2, 2).splits_weights and not zero_bubble(2, 2).inference
-    assert not gpipe(2, 2).splits_weights and gpipe(3, 2).segments == 3
+    assert not gpipe(2, 2).splits_weights and gpipe(3, 2).stages == 3
     assert spread(gpipe(2, 2), [(0, 1), (2,)]).groups() == ((0, 1), (2,))

@@ -15,7 +15,7 @@ from shardwright.plan.request import PlanRequest
 from shardwright.planning import cluster_of, priced
 from shardwright.storage import storage_kind
 from tests.models.zoo import ZOO
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 from tests.runtime.ranks import run_ranks
 
 KIND = storage_kind("offload")
@@ -80,7 +80,7 @@ def checkpoint() -> None:
 
 
 def files() -> None:
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     plan = build_plan(graph, parse_plan_string("offload=2"), analysis)
     assert read(plan.to_json(), graph).storage == plan.storage
     assert {stored.written()["dp"] for stored in plan.storage.values()} == {"offload"}
@@ -88,7 +88,7 @@ def files() -> None:
 
 
 def price() -> None:
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     cluster = cluster_of(2)
     request = PlanRequest(cluster=cluster)
 

@@ -11,7 +11,7 @@ from shardwright.storage import KINDS, SHARDED_KINDS, Replicated, parse_storage,
 from shardwright.storage.zero1 import Zero1
 from shardwright.storage.zero2 import Zero2
 from shardwright.storage.zero3 import Zero3
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 SIZES = {"dp": 4, "tp": 2}
 
@@ -73,7 +73,7 @@ def test_kinds_do_not_mix_and_an_unknown_one_is_refused_with_those_there_are():
 
 def test_a_plan_file_with_an_unknown_kind_is_refused_with_the_parameter():
     graph = graph_of("gpt")
-    text = build_plan(graph, parse_plan_string("zero3=2"), facts_of("gpt")).to_json()
+    text = build_plan(graph, parse_plan_string("zero3=2"), analysis_of("gpt")).to_json()
     with pytest.raises(PlanError, match=r"(?s)wte\.weight: 7 is no kind of parameter storage"):
         read(text.replace('"dp": 3', '"dp": 7'), graph)
 
@@ -81,4 +81,4 @@ def test_a_plan_file_with_an_unknown_kind_is_refused_with_the_parameter():
 def test_a_plan_that_stores_in_two_ways_at_once_is_refused():
     graph = graph_of("gpt")
     with pytest.raises(PlanError, match="one kind of storage for all axes"):
-        build_plan(graph, parse_plan_string("zero1=2,zero3=2"), facts_of("gpt"))
+        build_plan(graph, parse_plan_string("zero1=2,zero3=2"), analysis_of("gpt"))

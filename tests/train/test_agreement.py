@@ -23,8 +23,8 @@ def without_wandb(rank, folder):
 
 
 def test_a_logger_that_cannot_start_ends_the_run_on_all_ranks(tmp_path, pools):
-    for said in pools[2].run(without_wandb, tmp_path):
-        assert "WandbLogger needs the package wandb" in said
+    for message in pools[2].run(without_wandb, tmp_path):
+        assert "WandbLogger needs the package wandb" in message
 
 
 def patience(rank):

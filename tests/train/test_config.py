@@ -105,11 +105,11 @@ def config(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line_and_what_was_meant(config, fault, capsys):
-    old, new, said = FAULTS[fault]
+    old, new, message = FAULTS[fault]
     assert old in CONFIG
     config.write_text(CONFIG.replace(old, new, 1))
     assert main(["train", "config.yaml"]) == 2
-    assert (f"config.yaml:{said}" if said[0].isdigit() else said) in capsys.readouterr().err
+    assert (f"config.yaml:{message}" if message[0].isdigit() else message) in capsys.readouterr().err
     assert not (config.parent / "run").exists()
 
 
@@ -121,7 +121,7 @@ def test_all_misspelt_keys_are_named_at_once(config, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--max_step", "3"], "there is no setting --max_step; did you mean 'max_steps'?"),
         (["--model.init_args.wid", "3"], "on the command line: model: there is no 'wid'; did you mean 'wide'?"),
@@ -130,9 +130,9 @@ def test_all_misspelt_keys_are_named_at_once(config, capsys):
         (["--checkpoints.every", "0"], "checkpoints.every=0 makes no sense"),
     ],
 )
-def test_a_fault_on_the_command_line_is_named(config, words, said, capsys):
+def test_a_fault_on_the_command_line_is_named(config, words, message, capsys):
     assert main(["train", "config.yaml", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named(config, capsys):

@@ -169,5 +169,5 @@ def test_two_ranks(tmp_path, pools):
     assert pools[2].run(loop, tmp_path / "loop") == [(3, ""), (3, "SIGUSR1")]
     assert pools[2].run(fit, tmp_path / "one", usr1, 1, []) == [2, 2]
     assert "stopped: SIGUSR1 on rank 1" in (tmp_path / "one/run/finished").read_text()
-    (said,) = set(pools[2].run(fit, tmp_path / "two", drift, 1, [CheckReplicas(every=2)]))
-    assert "after step 2" in said and "down.weight has other values on rank 1 than on rank 0" in said
+    (message,) = set(pools[2].run(fit, tmp_path / "two", drift, 1, [CheckReplicas(every=2)]))
+    assert "after step 2" in message and "down.weight has other values on rank 1 than on rank 0" in message

@@ -39,11 +39,11 @@ def test_killed_twenty_times_under_changing_plans_and_numbers_of_ranks(tmp_path)
         before = newest(tmp_path)
         kill = Kill(rank=chance.randrange(size), step=before + chance.randint(1, 3), place=chance.choice(PLACES))
         ended = run_life(size, tmp_path, plan, kill, 1000, chance.random() < 0.5)
-        said = (tmp_path / f"rank{1 - kill.rank}.txt").read_text() if size == 2 else ""
-        assert ended[kill.rank] == -9, (kill, ended, said)
+        message = (tmp_path / f"rank{1 - kill.rank}.txt").read_text() if size == 2 else ""
+        assert ended[kill.rank] == -9, (kill, ended, message)
         if size == 2:
             assert ended[1 - kill.rank] == 1, (kill, ended)
-            assert f"rank {kill.rank} was lost" in said
+            assert f"rank {kill.rank} was lost" in message
         assert newest(tmp_path) >= before
         ends.append(newest(tmp_path))
     steps = -(-ends[-1] // 3) * 3 + 3  # whole epochs
@@ -82,7 +82,7 @@ def test_torchrun_starts_a_killed_run_again(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.2",
-        "-m", "tests.train.lives", str(tmp_path), "dp=2",
+        "-m", "tests.train.lives", str(tmp_path), "dp=2", "1",
     ]  # fmt: skip
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

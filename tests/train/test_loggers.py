@@ -64,17 +64,17 @@ def test_a_package_that_is_not_there_is_named(logger, package, tmp_path, monkeyp
 
 
 def test_wandb_is_given_the_config_and_the_numbers(tmp_path, monkeypatch):
-    said = []
+    message = []
     held = types.SimpleNamespace(
-        log=lambda metrics, step: said.append((metrics, step)), finish=lambda: said.append("finished")
+        log=lambda metrics, step: message.append((metrics, step)), finish=lambda: message.append("finished")
     )
-    fake = types.SimpleNamespace(init=lambda **options: said.append(options) or held)
+    fake = types.SimpleNamespace(init=lambda **options: message.append(options) or held)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     logger = WandbLogger(project="p", id="x")
     logger.start(RunFacts(folder=tmp_path, config={"seed": 1}))
     logger.log({"loss": 0.5}, 3)
     logger.finish()
-    assert said == [
+    assert message == [
         {"dir": str(tmp_path), "config": {"seed": 1}, "resume": "allow", "project": "p", "id": "x"},
         ({"loss": 0.5}, 3),
         "finished",
@@ -82,11 +82,11 @@ def test_wandb_is_given_the_config_and_the_numbers(tmp_path, monkeypatch):
 
 
 def test_mlflow_is_given_the_config_and_the_numbers(tmp_path, monkeypatch):
-    said = []
+    message = []
     names = ("set_tracking_uri", "set_experiment", "start_run", "log_params", "log_metrics", "end_run")
 
     def at(name):
-        return lambda *args, **options: said.append((name, args, options))
+        return lambda *args, **options: message.append((name, args, options))
 
     fake = types.SimpleNamespace(**{name: at(name) for name in names})
     monkeypatch.setitem(sys.modules, "mlflow", fake)
@@ -94,8 +94,8 @@ def test_mlflow_is_given_the_config_and_the_numbers(tmp_path, monkeypatch):
     logger.start(RunFacts(folder=tmp_path, config={"seed": 1}))
     logger.log({"loss": 0.5}, 3)
     logger.finish()
-    assert [name for name, _, _ in said] == list(names)
-    assert said[4] == ("log_metrics", ({"loss": 0.5},), {"step": 3})
+    assert [name for name, _, _ in message] == list(names)
+    assert message[4] == ("log_metrics", ({"loss": 0.5},), {"step": 3})
 
 
 def test_the_console_says_a_line_a_step_where_there_is_no_terminal(tmp_path):

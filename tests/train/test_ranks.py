@@ -122,6 +122,6 @@ def refused(rank, folder):
 
 def test_a_folder_that_holds_a_run_is_refused_by_all_ranks(tmp_path, pools):
     trainer(tmp_path, max_steps=1).fit()
-    for said in pools[2].run(refused, tmp_path):
-        assert "contains a run that has ended: at step 1" in said
-        assert 'resume="last"' in said
+    for message in pools[2].run(refused, tmp_path):
+        assert "contains a run that has ended: at step 1" in message
+        assert 'resume="last"' in message

@@ -42,7 +42,7 @@ def test_resume_last_in_an_empty_folder_begins_and_says_so(tmp_path):
     made = trainer(tmp_path, max_steps=1, resume="last")
     made.fit()
     assert list(losses(made)) == [1]
-    assert any("no checkpoint yet" in said for said in made.loggers[0].words)
+    assert any("no checkpoint yet" in message for message in made.loggers[0].words)
 
 
 def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):

@@ -71,10 +71,10 @@ def as_it_is(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
     return model if optimizer is None else (model, optimizer)
 
 
-def check(script: Script, plan: str, reference: OneLine = as_it_is, **said: Any) -> None:
+def check(script: Script, plan: str, reference: OneLine = as_it_is, **message: Any) -> None:
     """Assert that a script returns the same with and without its one line, on every rank."""
     expected = script(reference)
-    for rank, tensors in enumerate(_parallel(script, plan, said)):
+    for rank, tensors in enumerate(_parallel(script, plan, message)):
         assert len(tensors) == len(expected)
         for number, (mine, theirs) in enumerate(zip(tensors, expected, strict=True)):
             assert mine.shape == theirs.shape, f"rank {rank}: tensor {number} is {mine.shape}, not {theirs.shape}"
@@ -83,18 +83,18 @@ def check(script: Script, plan: str, reference: OneLine = as_it_is, **said: Any)
             assert apart <= TOLERANCE * size, f"rank {rank}: tensor {number} is off by {apart:.3g}"
 
 
-def check_refused(script: Script, plan: str, kind: type[ShardwrightError], *words: str, **said: Any) -> None:
+def check_refused(script: Script, plan: str, kind: type[ShardwrightError], *words: str, **message: Any) -> None:
     """Assert that a script does not run under a plan, and that the error says why and what to do."""
     with pytest.raises(kind) as caught:
-        _parallel(script, plan, said)
+        _parallel(script, plan, message)
     for word in words:
         assert word in str(caught.value), str(caught.value)
 
 
-def _parallel(script: Script, plan: str, said: dict[str, Any]) -> list[Sequence[Tensor]]:
+def _parallel(script: Script, plan: str, message: dict[str, Any]) -> list[Sequence[Tensor]]:
     folder = Path(tempfile.mkdtemp(prefix="training-code-"))
 
     def parallel(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-        return parallelize(model, optimizer, plan=plan, **grouped(directory=folder, **(options | said)))
+        return parallelize(model, optimizer, plan=plan, **grouped(directory=folder, **(options | message)))
 
     return run_ranks(2 if plan == "auto" else read_source(plan).size, lambda rank: script(parallel), timeout=300)

@@ -301,7 +301,7 @@ class Denoiser(nn.Module):
 
 
 def ddpm(one_line: OneLine, way: str) -> list[Tensor]:
-    """An average of the weights, by which samples are made: of a copy of the model, or of what knows about pieces."""
+    """An average of the weights, by which samples are made: of a copy of the model, or of what knows about shards."""
     model = seeded(lambda: Denoiser().double())
     average = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

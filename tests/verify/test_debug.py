@@ -86,7 +86,7 @@ def test_a_gelu_that_claims_to_be_linear_is_named(monkeypatch):
     assert "partial sum" in found.layout
 
 
-def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
+def test_a_reshard_with_a_wrong_backward_is_named(monkeypatch):
     monkeypatch.setattr(comm, "replicate", lambda x, group: x)
     module, args, kwargs = ZOO["hf_gpt2"]()
 
@@ -97,7 +97,7 @@ def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
     assert " < replicate " in found.op
 
 
-def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monkeypatch):
+def test_products_joined_with_a_reshard_whose_backward_is_wrong_are_named(monkeypatch):
     monkeypatch.setattr(linears, "_apply", lambda x, way, weights, biases: linears._each(x, weights, biases))
     module, args, kwargs = ZOO["gpt"]()
 

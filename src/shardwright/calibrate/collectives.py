@@ -1,6 +1,6 @@
 """Measures collectives: every kind, by message size, in every kind of group that the ranks allow.
 
-The groups of one kind all talk at the same time, as they do in training, and the slowest counts.
+The groups of one kind all communicate at the same time, as they do in training, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def call(kind: Collective, size: int, group: Group, device: torch.device) -> tup
     share = max(1, size // 4 // group.size)
     full, part = (torch.zeros(count, device=device) for count in (share * group.size, share))
     other = torch.zeros_like(full)
-    talk = group.process_group
+    over = group.process_group
     calls: dict[Collective, Callable[[], object]] = {
-        "all_reduce": lambda: process_group.all_reduce(full, talk).wait(),
-        "all_gather": lambda: process_group.all_gather(full, part, talk).wait(),
-        "reduce_scatter": lambda: process_group.reduce_scatter(part, full, talk).wait(),
-        "all_to_all": lambda: process_group.all_to_all(other, full, talk).wait(),
-        "broadcast": lambda: dist.broadcast(full, group.ranks[0], group=talk),
+        "all_reduce": lambda: process_group.all_reduce(full, over).wait(),
+        "all_gather": lambda: process_group.all_gather(full, part, over).wait(),
+        "reduce_scatter": lambda: process_group.reduce_scatter(part, full, over).wait(),
+        "all_to_all": lambda: process_group.all_to_all(other, full, over).wait(),
+        "broadcast": lambda: dist.broadcast(full, group.ranks[0], group=over),
         "send": lambda: _send(full, group),
     }
     return calls[kind], full.nbytes
@@ -116,7 +116,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
     group = Groups(_mesh(group=world.size))["group"]
     compute = _products(512, 0.02, world)
 
-    def talk(size: int) -> tuple[float, torch.Tensor]:
+    def communicate(size: int) -> tuple[float, torch.Tensor]:
         message = torch.zeros(size, device=world.device)
 
         def run() -> None:
@@ -127,9 +127,9 @@ def measure_overlap(world: World, effort: Effort) -> float:
 
     compute()
     alone = min(_all_agree(once(compute, world.device), world) for _ in range(5))
-    talking, message = talk(2**18)
-    while talking < alone / 2 and message.nbytes < effort.largest:
-        talking, message = talk(2 * len(message))
+    communicating, message = communicate(2**18)
+    while communicating < alone / 2 and message.nbytes < effort.largest:
+        communicating, message = communicate(2 * len(message))
 
     def both() -> None:
         work = process_group.all_reduce(message, group.process_group)
@@ -137,7 +137,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
         work.wait()
 
     together = min(_all_agree(once(both, world.device), world) for _ in range(7))
-    hidden = (alone + talking - together) / min(alone, talking)
+    hidden = (alone + communicating - together) / min(alone, communicating)
     return float(f"{min(max(hidden, 0.0), 1.0):.3g}")
 
 
@@ -151,21 +151,21 @@ def measure_meeting(world: World, effort: Effort) -> float:
     message = torch.zeros(2**17, device=world.device)
     compute = _products(384, 0.004, world)
 
-    def talk() -> None:
+    def communicate() -> None:
         process_group.all_reduce(message, group.process_group).wait()
 
     def both() -> None:
         compute()
-        talk()
+        communicate()
 
-    for run in (compute, talk, both):
+    for run in (compute, communicate, both):
         run()
     repeats = max(5, int(effort.each / 0.01))
 
     def usual(run: Callable[[], None]) -> float:
         return _all_agree(median(once(run, world.device) for _ in range(repeats)), world)
 
-    return float(f"{max(0.0, usual(both) - usual(compute) - usual(talk)):.3g}")
+    return float(f"{max(0.0, usual(both) - usual(compute) - usual(communicate)):.3g}")
 
 
 def _products(side: int, seconds: float, world: World) -> Callable[[], None]:

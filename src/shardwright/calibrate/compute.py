@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cluster import USUAL_OVERLAP, AttentionProfile, Curve, Device, Efficiency, Kind
+from ..cluster import USUAL_OVERLAP, AttentionPrice, Curve, Device, Efficiency, Kind
 from ..cluster.catalogue import matching
 from .timing import Effort, seconds
 
@@ -152,7 +152,7 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
         efficiency=tuple(efficiency),
         edge=edge,
         # short sequences are in the curve; the rest was not measured
-        attention=replace(known.attention, short=0.0) if known else AttentionProfile(),
+        attention=replace(known.attention, short=0.0) if known else AttentionPrice(),
         overlap=known.overlap if known else USUAL_OVERLAP,
     )
 

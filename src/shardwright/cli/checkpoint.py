@@ -126,7 +126,7 @@ def _plan(plan: Mapping[str, Any]) -> str:
 
 
 def _tensors(opened: Opened, full: bool) -> Table:
-    table = Table("key", "shape", "dtype", "size", "pieces")
+    table = Table("key", "shape", "dtype", "size", "shards")
     others = {key: entry for key, entry in opened.index.entries.items() if not key.startswith("model/")}
     for key, entry in opened.index.entries.items():
         if full or key not in others:

@@ -32,9 +32,9 @@ def run_simulate(options: Namespace, console: Console) -> int:
     times = StageTimes(
         forward=options.forward * share, backward=options.backward * share, weight=options.weight * share
     )
-    edges = [StageEdge(at, at + 1, options.link, options.link) for at in range(schedule.segments - 1)]
+    edges = [StageEdge(at, at + 1, options.link, options.link) for at in range(schedule.stages - 1)]
     check(schedule, edges)
-    run = simulate(schedule, [times] * schedule.segments, edges)
+    run = simulate(schedule, [times] * schedule.stages, edges)
     console.print(draw_run(run, options.width), highlight=False, markup=False, soft_wrap=True)
     kept = max(in_flight(schedule)) * share
     console.print(

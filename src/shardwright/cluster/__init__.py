@@ -8,7 +8,7 @@ YAML file), `quantity.py` ("80GiB").
 from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, Collective, MeasuredCollective, Span, collective_time
 from .curve import Curve
-from .device import KINDS, USUAL_OVERLAP, AttentionProfile, Device, Efficiency, Kind
+from .device import KINDS, USUAL_OVERLAP, AttentionPrice, Device, Efficiency, Kind
 from .file import find, load, save
 from .link import Link
 from .name import parse
@@ -17,7 +17,7 @@ __all__ = [
     "COLLECTIVES",
     "KINDS",
     "USUAL_OVERLAP",
-    "AttentionProfile",
+    "AttentionPrice",
     "Cluster",
     "Collective",
     "Curve",

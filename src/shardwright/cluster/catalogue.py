@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..errors import ClusterError
 from .curve import ramp
-from .device import USUAL_OVERLAP, AttentionProfile, Device, Efficiency
+from .device import USUAL_OVERLAP, AttentionPrice, Device, Efficiency
 from .link import Link
 
 GIB, GIGA, TERA, MICRO = 1024**3, 1e9, 1e12, 1e-6
@@ -56,8 +56,8 @@ ASSUMED = {
 # From the figures of the papers, heads of 128, 512 to 16,384 tokens on an H100: flash attention 2 goes from 191 to 335
 # TFLOP/s if causal, from 309 to 370 if not, its backward from 214 to 322; flash attention 3 from 292 to 616, 467 to 648
 # and 316 to 561. A mask as a tensor is for the kernel before them, 1.6 times as slow as flash attention 2.
-FLASH_2 = AttentionProfile(short=90, causal=0.91, diagonal=220, backward=0.87, ramp=160, masked=1.6)
-FLASH_3 = AttentionProfile(short=170, causal=0.96, diagonal=250, backward=0.87, ramp=160, masked=2.8)
+FLASH_2 = AttentionPrice(short=90, causal=0.91, diagonal=220, backward=0.87, ramp=160, masked=1.6)
+FLASH_3 = AttentionPrice(short=170, causal=0.96, diagonal=250, backward=0.87, ramp=160, masked=2.8)
 KERNELS = {
     "A100": FLASH_2, "H100": FLASH_3, "B200": FLASH_3, "L40S": FLASH_2, "MI250": FLASH_2, "MI300X": FLASH_2
 }  # fmt: skip
@@ -80,7 +80,7 @@ def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: f
         bandwidth=bandwidth * GIGA,
         efficiency=curves(ASSUMED[assumed], peaks, bandwidth * GIGA),
         edge=ASSUMED[assumed].edge,
-        attention=KERNELS.get(assumed, AttentionProfile()),
+        attention=KERNELS.get(assumed, AttentionPrice()),
         overlap=1 - COLLECTIVE_BLOCKS / PROCESSORS[assumed] if assumed in PROCESSORS else USUAL_OVERLAP,
     )
 
@@ -155,7 +155,7 @@ LINKS = {
         Link(name="pcie-3", bandwidth=15.75 * GIGA, latency=6 * MICRO, efficiency=0.65),
         Link(name="pcie-4", bandwidth=31.5 * GIGA, latency=6 * MICRO, efficiency=0.65),
         Link(name="pcie-5", bandwidth=63 * GIGA, latency=6 * MICRO, efficiency=0.65),
-        # Processes on one machine that talk over shared memory
+        # Processes on one machine that communicate over shared memory
         Link(name="loopback", bandwidth=4 * GIGA, latency=40 * MICRO, efficiency=0.5),
     )
 }

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..errors import ClusterError
-from ..layout import Mesh
+from ..layout import MOST_DEVICES, Mesh
 from .collective import Collective, MeasuredCollective, Span, collective_time
 from .device import USUAL_OVERLAP, Device
 from .link import Link, slowest
@@ -91,6 +91,8 @@ class Cluster:
         if len(set(keys)) != len(keys):
             raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")
         object.__setattr__(self, "_starts", (0, *accumulate(group.size for group in self.groups)))
+        if self.size > MOST_DEVICES:
+            raise ClusterError(f"the cluster {self.name!r} has {self.size} devices; there may be {MOST_DEVICES}")
 
     def __str__(self) -> str:
         return self.name
@@ -128,7 +130,7 @@ class Cluster:
         return group, (rank - self._starts[group]) // self.groups[group].node.devices
 
     def span(self, ranks: Iterable[int]) -> Span:
-        """How these ranks lie on nodes, and which links they cross when they talk."""
+        """How these ranks lie on nodes, and which links they cross when they communicate."""
         counts = Counter(self.node_of(rank) for rank in ranks)
         nodes = {place: self.groups[place[0]].node for place in counts}
         inside = tuple(dict.fromkeys(nodes[place].inside for place, count in counts.items() if count > 1))
@@ -146,7 +148,7 @@ class Cluster:
         return tuple(dict.fromkeys(self.span(ranks) for ranks in rank_groups(mesh, axes)))
 
     def collective_time(self, kind: Collective, bytes: float, mesh: Mesh, axes: Iterable[str]) -> float:
-        """Seconds until the last group of ranks along these axes is done, all of them talking at once."""
+        """Seconds until the last group of ranks along these axes is done, all of them communicating at once."""
         return max(collective_time(kind, bytes, span, self.measured) for span in self.spans(mesh, axes))
 
     def memory_share(self, span: Span, device: Device) -> float:

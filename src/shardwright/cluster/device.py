@@ -8,7 +8,7 @@ The time of an op is a roofline with the efficiency of its kind at its size:
                          pointwise; a device that does not say them has the efficiency of these. On a CPU they are much
                          slower.
 
-Fused attention has its own way with short sequences, masks and the backward pass: `AttentionProfile`.
+Fused attention has its own way with short sequences, masks and the backward pass: `AttentionPrice`.
 
 A matmul whose smallest side is `edge` reaches half of what the curve gives, one of large sides all of it: matmuls work
 in tiles, and fill and empty a pipeline along what they sum. Curves that were measured are of products as they are, with
@@ -58,7 +58,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionProfile:
+class AttentionPrice:
     """How fused attention departs from its efficiency, which is that of long sequences where a query sees every key.
 
     short       keys at which it reaches half of it
@@ -113,7 +113,7 @@ class Device:
     bandwidth: float
     efficiency: tuple[Efficiency, ...] = field(repr=False)
     edge: float = 0.0
-    attention: AttentionProfile = AttentionProfile()
+    attention: AttentionPrice = AttentionPrice()
     overlap: float = USUAL_OVERLAP
     _peaks: dict[str, float] = field(init=False, repr=False, compare=False)
     _curves: dict[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)  # computed once, read often

@@ -33,11 +33,12 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..errors import ClusterError, raise_all
+from ..formats import read_yaml
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS
 from .cluster import Cluster
 from .curve import Curve
-from .device import USUAL_OVERLAP, AttentionProfile, Device
+from .device import USUAL_OVERLAP, AttentionPrice, Device
 from .link import Link
 from .name import parse
 from .schema import VERSION, ClusterReader, largest_node
@@ -54,12 +55,7 @@ def find(text: str | Path) -> Cluster:
 
 def load(path: str | Path) -> Cluster:
     """The cluster in a YAML file."""
-    try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=StrictLoader)
-    except OSError as error:
-        raise ClusterError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path} is not YAML: {error}") from error
+    data = read_yaml(path, ClusterError)
     reader = ClusterReader()
     cluster = reader.cluster(data, Path(path).stem)
     raise_all(ClusterError, f"{path} does not describe a cluster:", reader.faults)
@@ -70,19 +66,6 @@ def save(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster so that `load` gives it back."""
     text = yaml.safe_dump(to_data(cluster), sort_keys=False, default_flow_style=None, width=110)
     Path(path).write_text(HEADER + text, encoding="utf-8")
-
-
-class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain data only, and no key twice: YAML would keep the last without a word."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            value = self.construct_object(key, deep=True)
-            if isinstance(value, str | int | float) and value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {value!r} is there twice", key.start_mark)
-            seen.add(str(value) if isinstance(value, list | dict) else value)
-        return super().construct_mapping(node, deep=deep)
 
 
 def to_data(cluster: Cluster) -> dict[str, Any]:
@@ -151,7 +134,7 @@ def _device(device: Device) -> dict[str, Any]:
     }
     if device.edge:
         data["edge"] = quantity.write(device.edge, "number")
-    usual = asdict(AttentionProfile())
+    usual = asdict(AttentionPrice())
     kernel = {key: value for key, value in asdict(device.attention).items() if value != usual[key]}
     if kernel:
         data["attention"] = kernel

@@ -10,9 +10,9 @@ from ..errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How one device talks to the others.
+    """How one device communicates to the others.
 
-    bandwidth    peak bytes per second **of one device, in one direction**, while all the others talk too.
+    bandwidth    peak bytes per second **of one device, in one direction**, while all the others communicate too.
                  (Vendors like to say both directions: NVLink 3 of "600 GB/s" is 300 here.)
     latency      seconds for one hop, however small the message
     efficiency   the fraction of the bandwidth that collectives reach
@@ -44,7 +44,7 @@ class Link:
         return self.name
 
     def among(self, devices: int) -> float:
-        """Bytes per second that a device really sends while so many devices, itself included, talk to each other."""
+        """Bytes per second that a device really sends while so many devices, with itself, communicate."""
         peak = self.bandwidth if self.pair is None else min(self.bandwidth, self.pair * max(devices - 1, 1))
         return peak * self.efficiency
 

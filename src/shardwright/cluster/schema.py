@@ -12,12 +12,14 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from ..errors import ClusterError
+from ..formats import show
+from ..layout import MOST_DEVICES
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS, USUAL, unknown
 from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, MeasuredCollective
 from .curve import Curve
-from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionProfile, Device, Efficiency
+from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionPrice, Device, Efficiency
 from .link import Link
 from .quantity import Measure
 
@@ -28,7 +30,7 @@ CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "betwe
                 "measured")  # fmt: skip
 DEVICE_KEYS = ("flops", "memory", "bandwidth", "efficiency")
 OPTIONAL_DEVICE_KEYS = ("edge", "attention", "overlap")
-ATTENTION_KEYS = tuple(field.name for field in fields(AttentionProfile))
+ATTENTION_KEYS = tuple(field.name for field in fields(AttentionPrice))
 LINK_KEYS: dict[str, Measure] = {
     "bandwidth": "bytes/s", "latency": "seconds", "efficiency": "number", "pair": "bytes/s",
 }  # fmt: skip
@@ -104,13 +106,13 @@ class ClusterReader:
             efficiency=(*efficiency, *inherited), edge=edge, attention=kernel, overlap=overlap,
         ))  # fmt: skip
 
-    def attention(self, data: Any, at: str, like: AttentionProfile | None) -> AttentionProfile:
+    def attention(self, data: Any, at: str, like: AttentionPrice | None) -> AttentionPrice:
         """How a device's attention departs from its efficiency; what is not said is as in `like`."""
-        before, base = len(self.faults), like or AttentionProfile()
+        before, base = len(self.faults), like or AttentionPrice()
         if not self.has_keys(data, at, ATTENTION_KEYS):
             return base
         numbers = {key: self.number(value, "number", f"{at}.{key}") for key, value in data.items()}
-        return self.build(at, before, base, lambda: AttentionProfile(**{**asdict(base), **numbers}))
+        return self.build(at, before, base, lambda: AttentionPrice(**{**asdict(base), **numbers}))
 
     def efficiency(self, data: Any, at: str) -> tuple[Efficiency, ...]:
         """For each kind of op a curve, or curves by dtype."""
@@ -203,7 +205,7 @@ class ClusterReader:
 
     def has_keys(self, data: Any, at: str, keys: Iterable[str], needed: Iterable[str] = ()) -> bool:
         if not isinstance(data, dict):
-            self.fault(at, f"{data!r} is not a mapping of keys to values")
+            self.fault(at, f"{show(data)} is not a mapping of keys to values")
             return False
         wrong = [key for key in data if key not in keys]
         missing = [key for key in needed if key not in data]
@@ -215,13 +217,13 @@ class ClusterReader:
 
     def entries(self, data: Any, at: str) -> list[tuple[str, Any]]:
         if not isinstance(data, dict):
-            self.fault(at, f"{data!r} is not a mapping of names to facts")
+            self.fault(at, f"{show(data)} is not a mapping of names to facts")
             return []
         return [(str(key), value) for key, value in data.items()]
 
     def rows(self, data: Any, at: str) -> list[Any]:
         if not isinstance(data, list) or not data:
-            self.fault(at, f"{data!r} is not a list with at least one entry")
+            self.fault(at, f"{show(data)} is not a list with at least one entry")
             return []
         return data
 
@@ -233,12 +235,12 @@ class ClusterReader:
             return 1.0
 
     def count(self, value: Any, at: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.fault(at, f"{value!r} is not a number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DEVICES:
+            self.fault(at, f"{show(value)} is not a number from 1 to {MOST_DEVICES}")
             return 1
         return value
 
     def text(self, value: Any, at: str) -> str:
         if not isinstance(value, str):
-            self.fault(at, f"{value!r} is not text")
+            self.fault(at, f"{show(value)} is not text")
         return str(value)

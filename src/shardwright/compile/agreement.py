@@ -42,11 +42,9 @@ def check_programs(here: World, graph: Graph, plan: Plan, generated: Sequence[Ge
     if here.size == 1:
         return
     programs = [program.program.title or "program" for program in generated]
-    analysis = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
+    analysis = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is reported first
     analysis |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
-    analysis |= {
-        title: code_digest(program.path.read_text()) for title, program in zip(programs, generated, strict=True)
-    }
+    analysis |= {title: code_digest(program.text) for title, program in zip(programs, generated, strict=True)}
     remedy = (
         "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone "
         "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "
@@ -109,7 +107,7 @@ def plan_name(source: PlanSource) -> str:
 
 
 def bare(plan: Plan) -> Plan:
-    """A plan without what is said about it: predictions are those of the machine that made them."""
+    """A plan without what is noted about it: predictions are those of the machine that made them."""
     return replace(plan, notes=(), predicted={}, cluster="")
 
 

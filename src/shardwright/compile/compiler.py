@@ -192,7 +192,7 @@ class Compiler:
         leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
         batch = self.call_inputs.batch_dim(call.args, call.kwargs, call.passing, needed=scale * parts > 1)
         if batch.size is not None and batch.size % parts:
-            raise InputError(f"a batch of {batch.size} rows does not divide into {parts} microbatches")
+            raise InputError(f"a batch of {batch.size} samples does not divide into {parts} microbatches")
         shown = [
             stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
             for leaf, batched in zip(leaves, batch.batched, strict=True)
@@ -227,7 +227,7 @@ class Compiler:
     def _real(self, call: ModelCall, batched: Sequence[bool], scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.
 
-        The rows of other groups are not here: the own ones are repeated. Once the shards are the truth, the whole
+        The samples of other groups are not here: the own ones are repeated. Once the shards are the truth, the whole
         is gathered, if anything had to be looked at in the first run.
         """
         module = self.original
@@ -303,7 +303,7 @@ class Compiler:
         pp_ranks: Sequence[PipelineRank],
         groups: Mapping[Mesh, Groups],
     ) -> tuple[RankState, ReplacedParameters]:
-        """The state of this rank, cut from the original. All ranks must call it."""
+        """The state of this rank, taken from the original. All ranks must call it."""
         assert self.original is not None
         settings, wire = self.settings, self.settings.precision.sync
         sharder = ParameterSharder(

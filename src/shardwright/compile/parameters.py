@@ -1,4 +1,4 @@
-"""The pieces that a rank holds, cut from the original, and what keeps them right."""
+"""The shards that a rank holds, taken from the original, and what keeps them right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..runtime.parameters.gradient_sync import GradientSync
 from ..runtime.parameters.hooks import take_hooks
 from ..runtime.parameters.pipeline_norms import PipelineNorms
 from ..runtime.parameters.sharded import ShardedParameter, Untouched, join_pipeline, make_parameter
-from ..runtime.parameters.state_dicts import Seats
+from ..runtime.parameters.state_dicts import PipelineRankSpecs
 from ..runtime.parameters.zero3 import UnitGatherer
 from ..runtime.pipeline import TiedGradients
 from ..runtime.world import Groups, World
@@ -96,7 +96,7 @@ class ParameterSharder:
         return {old[key]: shards.get(spec.name) for spec in specs for key in spec.keys}
 
     def _sync(
-        self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, pp_ranks: Seats
+        self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, pp_ranks: PipelineRankSpecs
     ) -> GradientSync | None:
         ties = TiedGradients(pp_ranks) if len(pp_ranks) > 1 else None
         alone = ties is None and groups.mesh.size == 1
@@ -126,7 +126,7 @@ class ParameterSharder:
         return parameter
 
     def _here(self, local: Tensor) -> Tensor:
-        """A piece on this rank's device; values of what was on meta come with a checkpoint, and nothing runs before."""
+        """A shard on this rank's device; values of what was on meta come with a checkpoint, and nothing runs before."""
         return torch.empty_like(local, device=self.world.device) if local.is_meta else local
 
     def _buffer(self, key: str, buffer: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The programs of a pipeline as what runs: each segment in its place, what goes between them, and the schedule."""
+"""The programs of a pipeline as what runs: each stage in its place, what goes between them, and the schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assemble(
     world: World,
     make_stage: MakeStage,
 ) -> PipelineSpec:
-    """What a rank runs of a pipeline. `make_stage` gives the stage of a segment that this rank is in."""
+    """What a rank runs of a pipeline. `make_stage` gives the stage of a stage that this rank is in."""
     plan = lowered.plan
     moment = Moment(lowered.microbatches)
     numbers = {value.value: number for number, value in enumerate(captured.graph.inputs)}
@@ -57,7 +57,7 @@ def assemble(
 
 
 def _batched(captured: CapturedGraph) -> tuple[bool, ...]:
-    """Which inputs have the rows of the batch."""
+    """Which inputs have samples in dim 0."""
     graph = captured.graph
     return tuple(graph.is_batched(value) for value in graph.inputs)
 
@@ -105,8 +105,8 @@ def _behind(graph: Graph, value: str) -> set[str]:
 def _crossing(transfer: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
     return StageCrossing(
         value=transfer.value,
-        giver=transfer.giver,
-        taker=transfer.taker,
+        sender=transfer.sender,
+        receiver=transfer.receiver,
         shape=transfer.shape,
         dtype=getattr(torch, transfer.dtype),
         gradient=transfer.gradient,
@@ -119,7 +119,7 @@ def _crossing(transfer: StageTransfer, behind: Sequence[set[str]]) -> StageCross
 def _leaving(output: ModelOutput) -> PipelineOutput:
     return PipelineOutput(
         value=output.value,
-        segment=output.segment,
+        stage=output.stage,
         how=output.how,
         shape=output.shape,
         dtype=getattr(torch, output.dtype),

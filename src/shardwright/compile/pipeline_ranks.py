@@ -15,7 +15,7 @@ from ..layout import Mesh
 from ..lower import LoweredProgram
 from ..plan import PlanStage
 from ..runtime.parameters.full_tensors import compute_dtype
-from ..runtime.parameters.state_dicts import Seats
+from ..runtime.parameters.state_dicts import PipelineRankSpecs
 from ..runtime.parameters.table import parse
 from ..runtime.world import Groups
 from ..storage import ParameterSpec, wanted_groups
@@ -24,35 +24,35 @@ from .files import Generated
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRank:
-    """Devices in a mesh, the segments that they run, and what they hold."""
+    """Devices in a mesh, the stages that they run, and what they hold."""
 
     mesh: Mesh
-    segments: tuple[int, ...]
+    stages: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]
-    wanted: tuple[tuple[str, ...], ...]  # the groups that its programs talk over
+    wanted: tuple[tuple[str, ...], ...]  # the groups that its programs communicate over
 
     def groups(self) -> Groups:
         """All ranks must make the groups of all pipeline ranks, in one order."""
         return Groups(self.mesh, self.wanted)
 
 
-def find_pipeline_ranks(segments: Sequence[PlanStage], generated: Sequence[Generated]) -> tuple[PipelineRank, ...]:
+def find_pipeline_ranks(stages: Sequence[PlanStage], generated: Sequence[Generated]) -> tuple[PipelineRank, ...]:
     """The pipeline ranks of a plan, in the order of their devices."""
-    meshes = sorted({segment.mesh for segment in segments}, key=lambda mesh: mesh.devices)
+    meshes = sorted({stage.mesh for stage in stages}, key=lambda mesh: mesh.devices)
     mesh_of: dict[int, Mesh] = {}
     for mesh in meshes:
         for device in mesh.devices:
             if device in mesh_of:
                 raise PlanError(
                     f"device {device} is in the meshes {mesh_of[device]} and {mesh}; "
-                    "all segments of a device have one mesh"
+                    "all stages of a device have one mesh"
                 )
             mesh_of[device] = mesh
-    return tuple(_pipeline_rank(mesh, segments, generated) for mesh in meshes)
+    return tuple(_pipeline_rank(mesh, stages, generated) for mesh in meshes)
 
 
-def _pipeline_rank(mesh: Mesh, segments: Sequence[PlanStage], generated: Sequence[Generated]) -> PipelineRank:
-    numbers = tuple(number for number, segment in enumerate(segments) if segment.mesh == mesh)
+def _pipeline_rank(mesh: Mesh, stages: Sequence[PlanStage], generated: Sequence[Generated]) -> PipelineRank:
+    numbers = tuple(number for number, stage in enumerate(stages) if stage.mesh == mesh)
     specs: dict[str, ParameterSpec] = {}
     wanted: dict[tuple[str, ...], None] = {}
     for number in numbers:
@@ -60,10 +60,10 @@ def _pipeline_rank(mesh: Mesh, segments: Sequence[PlanStage], generated: Sequenc
         wanted |= dict.fromkeys(tuple(name.split("_")) for name in module.GROUPS)
         for spec in check_table(program, parse(module.PARAMETERS, mesh, keys_in_use(program))):
             if spec.name in specs and specs[spec.name] != spec:
-                raise PlanError(f"parameter {spec.name} is held in two ways by the segments of {mesh}")
+                raise PlanError(f"parameter {spec.name} is held in two ways by the stages of {mesh}")
             specs[spec.name] = spec
     wanted |= dict.fromkeys(sorted(wanted_groups(specs.values(), mesh)))
-    return PipelineRank(mesh=mesh, segments=numbers, specs=tuple(specs.values()), wanted=tuple(wanted))
+    return PipelineRank(mesh=mesh, stages=numbers, specs=tuple(specs.values()), wanted=tuple(wanted))
 
 
 def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
@@ -104,14 +104,14 @@ def with_masters(pp_ranks: Sequence[PipelineRank], graph: Graph) -> tuple[Pipeli
     )
 
 
-def check_held(pp_ranks: Sequence[PipelineRank], known: Seats, generated: Sequence[Generated]) -> None:
+def check_held(pp_ranks: Sequence[PipelineRank], known: PipelineRankSpecs, generated: Sequence[Generated]) -> None:
     """Refuse an entry that reads parameters on devices that do not hold them: the first entry decided who does."""
     faults: list[str] = []
     storage_options = {mesh: {spec.name for spec in specs} for mesh, specs in known}
     for pp_rank in pp_ranks:
         for key in [spec.name for spec in pp_rank.specs if spec.name not in storage_options.get(pp_rank.mesh, ())]:
             there = [mesh.devices for mesh, names in storage_options.items() if key in names]
-            graphs = [generated[number].program.graph for number in pp_rank.segments]
+            graphs = [generated[number].program.graph for number in pp_rank.stages]
             readers = [graph.users[p.value] for graph in graphs for p in graph.parameters if p.key == key]
             op = next((op for users in readers for op, _ in users), None)
             if op is not None:  # else nobody reads it in this call, such as the decoder's while something is encoded

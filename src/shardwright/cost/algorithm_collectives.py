@@ -1,8 +1,8 @@
 """What the algorithms of split ops send inside, in addition to the reshards between ops.
 
 Most splits need none: a matmul over split channels leaves a pending sum, and a lookup in a table of split rows
-too; converters sum them, and are priced as converters. Losses over split classes or rows, batch norms over a split
-batch and experts talk by themselves: their definitions say what they send (`OpSpec.collectives`).
+too; reshards sum them, and are priced as reshards. Losses over split classes or rows, batch norms over a split
+batch and experts communicate by themselves: their definitions say what they send (`OpSpec.collectives`).
 
 Bytes are counted as in `cluster/collective.py`. Algorithms of registered ops are not known here, and send nothing.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ..layout import Mesh
 from ..ops import spec_of
 from ..ops.contexts import AlgorithmCollective
-from ..rules import FAN, ROWS, Signature
+from ..rules import FAN, PASS_PARTIAL, Signature
 from .call import local_call
 from .training import TrainingSetup
 
@@ -38,7 +38,7 @@ def _axes_by_algorithm(signature: Signature, choice: Mapping[str, str], mesh: Me
         return axes_of
     for axis in mesh.axes:
         picked = choice.get(axis.name)
-        if picked is None or axis.size == 1 or picked == FAN or picked.startswith(ROWS):
+        if picked is None or axis.size == 1 or picked == FAN or picked.startswith(PASS_PARTIAL):
             continue
         algorithm = known.get(signature.role(picked).label)
         if algorithm is not None:

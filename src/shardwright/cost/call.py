@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..layout import Layout, Mesh, chunk_bounds
 from ..ops import Kernel, spec_of
 from ..ops.contexts import LocalCall, LocalTensor
-from ..rules import FAN, ROWS, Signature
+from ..rules import FAN, PASS_PARTIAL, Signature
 from .training import TrainingSetup
 from .work import flops
 
@@ -74,7 +74,7 @@ def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> f
     parts = 1.0
     for axis in mesh.axes:
         picked = choice.get(axis.name)
-        if picked is not None and picked != FAN and not picked.startswith(ROWS):
+        if picked is not None and picked != FAN and not picked.startswith(PASS_PARTIAL):
             role = signature.role(picked)
             parts *= role.size / chunk_bounds(role.size, axis.size, 0)[1]
     return parts

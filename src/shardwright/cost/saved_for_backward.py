@@ -5,7 +5,7 @@ A definition names the inputs that backward reads by their numbers, and the resu
 beside its inputs and outputs (masks, statistics, indices) is a function of its own, in bytes.
 
 It is what the compiled program does on its rank: dropout saves a mask of one byte an element, for instance, where
-torch's own on a CPU saves a float. **An op of which nothing is said saves all its floating inputs and its first
+torch's own on a CPU saves a float. **An op of which nothing is known saves all its floating inputs and its first
 output**, which is more than any op does that has no statistics of its own. Ops without a gradient, and those under
 no_grad, save nothing.
 """

@@ -3,7 +3,7 @@
     product      flops / (peak x what a product of this size and shape reaches), or its bytes if they take longer;
                  backward one such product for each input that has a gradient
     attention    the same with the efficiency of fused attention, as its kernel has it for short sequences, masks and
-                 backward (`AttentionProfile`), which is 5 products where forward has 2
+                 backward (`AttentionPrice`), which is 5 products where forward has 2
     the rest     bytes / (bandwidth x what kernels reach), bytes being passes over inputs and outputs (`OpSpec.passes`)
     views        nothing, except for what their backward must write
 
@@ -52,7 +52,7 @@ def join_time(bytes: float, uses: int, device: Device) -> float:
 
 
 def _does_much(call: LocalCall) -> bool:
-    """An own op, experts or an opaque submodule that has more arithmetic than elements."""
+    """A custom op, experts or an opaque submodule that has more arithmetic than elements."""
     return call.flops > 2 * sum(tensor.elements for tensor in call.outputs)
 
 
@@ -156,7 +156,7 @@ def _pointwise(call: LocalCall, device: Device) -> OpTime:
         else:
             backward += passes.results * written + passes.gradients * tensor.bytes
     kernels = max(passes.kernels, len(wanted))
-    if passes.kernels > 1 and wanted:  # norms: their passes are said for all their inputs together
+    if passes.kernels > 1 and wanted:  # norms: their passes are given for all their inputs together
         largest = max(tensor.bytes for tensor in wanted)
         backward = passes.results * written + passes.gradients * largest
     return OpTime(_moved(forward, device, 1, first), _moved(backward, device, kernels, kind))

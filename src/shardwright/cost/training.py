@@ -106,7 +106,7 @@ class TrainingSetup:
 
 
 def backend_traits(device: str, nodes: int) -> BackendTraits:
-    """The habits of a device by its name, in a cluster of so many nodes."""
+    """The traits of a device by its name, in a cluster of so many nodes."""
     if device != "cpu":
         return ON_GPU
     return ON_CPU if nodes == 1 else ON_CPUS_APART

@@ -20,7 +20,7 @@ INDENT = "    "
 
 
 class BodyWriter:
-    """Writes the bodies of methods. `lead` is the layer that a method is written for: its parts are said with `at`."""
+    """Writes the bodies of methods. `lead` is the layer that a method is written for; its parts print as `at`."""
 
     def __init__(self, program: LoweredProgram, sizes: SizeNames, updates: Updates) -> None:
         self.program, self.sizes, self.updates = program, sizes, updates
@@ -230,7 +230,7 @@ class _Raw(str):
 
 
 def _relative(op: Op, lead: str | None) -> Op:
-    """In a layer's method the key of a random op is said relative to the layer."""
+    """In a layer's method the key of a random op is written relative to the layer."""
     key = op.argument("op_key")
     return op if lead is None or not isinstance(key, str) else op.with_arguments(op_key=_Raw(key_text(key, lead)))
 

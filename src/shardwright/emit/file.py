@@ -135,11 +135,11 @@ class FileWriter:
         yield from (f'{name} = runtime.find("{path}")' for name, path in self.functions.items())
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The sets of axes that the program talks over."""
+        """The sets of axes that the program communicates over."""
         groups: set[tuple[str, ...]] = {(axis.name,) for axis in self.program.mesh.axes}
         groups |= {early.axes for early in self.program.early if early.axes}
         for op in self.program.ops:
-            for key in ("axes", "rows", "classes"):
+            for key in ("axes", "samples", "classes"):
                 axes = op.argument(key)
                 if isinstance(axes, tuple) and axes:
                     groups.add(axes)

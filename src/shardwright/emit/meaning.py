@@ -16,10 +16,10 @@ from ..ops.reading import UnreadableLineError, dotted, keywords
 from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-GROUPS = ("axes", "rows", "classes", "home", "ring")
+GROUPS = ("axes", "samples", "classes", "expert_axes", "ring")
 """Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
-EVEN_IF_UNSAID = (
+EVEN_BY_DEFAULT = (
     "comm.",
     "runtime.all_gather_linears",
     "runtime.context_attention",
@@ -153,7 +153,7 @@ class Scope:
         return (number == value and type(number) is type(value)) or (value != value and number != number)
 
     def text(self, node: ast.expr) -> str | None:
-        """A string; f"{at}.attn" is said relative to the layer."""
+        """A string; f"{at}.attn" is written relative to the layer."""
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, str) else None
         if not isinstance(node, ast.JoinedStr):
@@ -206,18 +206,18 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
     path = scope.file.functions.get(dotted(node.func)) if isinstance(node, ast.Call) else None
     if path is not None and op.target != f"call.{path}":
         yield f"it calls {path}"
-    unsaid = spec_of_line(op).unsaid
+    defaults = spec_of_line(op).defaults
     for name, value in expected(op, scope).items():
         written = read.pop(name, None)
         if written is None:
-            if not _may_be_left_out(op, name, value, unsaid, scope):
+            if not _may_be_left_out(op, name, value, defaults, scope):
                 yield f"{name}={value!r} is not in it"
         elif not _says(scope, op, name, written, value):
             group = name not in GROUPS and isinstance(value, tuple) and ast.unparse(written).startswith("self.")
             hint = f"; an argument of axes is called {', '.join(GROUPS[:-1])} or {GROUPS[-1]}" if group else ""
             yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op{hint}"
     for name, written in read.items():
-        if not (_is_constant(written, None) or (name in unsaid and _says(scope, op, name, written, unsaid[name]))):
+        if not (_is_constant(written, None) or (name in defaults and _says(scope, op, name, written, defaults[name]))):
             yield f"{name}={ast.unparse(written)} is in it, and not in the op"
 
 
@@ -275,10 +275,10 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
     return scope.means(node, value, op)
 
 
-def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], scope: Scope) -> bool:
-    if value is None or (name in unsaid and unsaid[name] == value):
+def _may_be_left_out(op: Op, name: str, value: Any, defaults: Mapping[str, Any], scope: Scope) -> bool:
+    if value is None or (name in defaults and defaults[name] == value):
         return True
-    if name in ("sharding", "to_sharding") and op.target.startswith(EVEN_IF_UNSAID):
+    if name in ("sharding", "to_sharding") and op.target.startswith(EVEN_BY_DEFAULT):
         return _is_plain(value, op, scope)
     leaves_out = spec_of_line(op).leaves_out
     if leaves_out is not None:
@@ -287,7 +287,7 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
 
 
 def _is_plain(shard: Shard, op: Op, scope: Scope) -> bool:
-    """Whether a cut is the even contiguous one, which is what is meant where none is said."""
+    """Whether a shard is the even contiguous one, which is what is meant where none is given."""
     parts = 1
     for axis in op.argument("classes") or op.argument("ring") or op.argument("axes"):
         parts *= scope.file.program.mesh.sizes[axis]

@@ -1,4 +1,4 @@
-"""The PARAMETERS table of a generated file: how each parameter is stored, equal layers said once."""
+"""The PARAMETERS table of a generated file: how each parameter is stored, equal layers written once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bytes_per_rank(spec: ParameterSpec, sizes: Mapping[str, int]) -> int:
 
 
 def _starred(numbers: Mapping[str, str], named: Mapping[str, str], units: Mapping[str, str]) -> dict[str, str]:
-    """Keys that differ only in the layer's number and are stored alike, said once: by names that all of them have."""
+    """Keys that differ only in the layer's number and are stored alike, once: by names that all of them have."""
 
     def star(key: str) -> str:
         layer = numbered_layer(key)
@@ -110,7 +110,7 @@ def _starred(numbers: Mapping[str, str], named: Mapping[str, str], units: Mappin
 
 
 def unit_ranges(units: list[str]) -> Iterator[str]:
-    """Unit names, runs of layers said with a range."""
+    """Unit names, runs of layers written as a range."""
     at = 0
     while at < len(units):
         layer = numbered_layer(units[at])

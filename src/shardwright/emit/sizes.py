@@ -82,7 +82,7 @@ class SizeNames:
         return f"({text})" if " + " in text else text
 
     def _product(self, section: tuple[SizeFactor, ...]) -> str:
-        """Neighbours of one kind that nothing cuts (the two factors of a rotary head) print as one."""
+        """Neighbours of one kind that nothing shards (the two factors of a rotary head) print as one."""
         joined: list[SizeFactor] = []
         for factor in section:
             last = joined[-1] if joined else None

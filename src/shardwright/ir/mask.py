@@ -31,7 +31,7 @@ class MaskStructure:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query sees the keys up to its own place, and nothing else is said."""
+        """Whether a query sees the keys up to its own place, and nothing else is known."""
         return self == MaskStructure(after=0)
 
     def pairs(self, queries: int, keys: int) -> int:

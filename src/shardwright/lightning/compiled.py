@@ -178,8 +178,8 @@ def _untoggle_what_was_compiled_meanwhile(module: LightningModule) -> None:
     vars(module)["untoggle_optimizer"] = untoggle_optimizer
 
 
-def _adopt(optimizers: Sequence[Optimizer], pieces: Iterable[nn.Parameter]) -> None:
-    same = {parameter: parameter for parameter in pieces}
+def _adopt(optimizers: Sequence[Optimizer], shards: Iterable[nn.Parameter]) -> None:
+    same = {parameter: parameter for parameter in shards}
     for optimizer in optimizers:
         adopt(optimizer, same)  # type: ignore[arg-type]
 

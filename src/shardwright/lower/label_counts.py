@@ -28,7 +28,7 @@ def count_op(loss: Op, target: str, *, over: tuple[str, ...] = ()) -> Op:
     """The op that counts the labels of a loss, by weight if there is one, over some axes."""
     slots = [(key, loss.argument(key)) for key in ("target", "weight") if loss.argument(key) is not None]
     arguments: list[tuple[str, object]] = [(key, Slot(at)) for at, (key, _) in enumerate(slots)]
-    arguments += [("rows", over)] if over else []
+    arguments += [("samples", over)] if over else []
     ignored = loss.argument("ignore_index")
     arguments += [("ignore_index", ignored)] if ignored is not None else []
     return replace(

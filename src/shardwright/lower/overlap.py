@@ -13,29 +13,29 @@ from .label_counts import count_op, from_inputs, with_label_count
 from .program import LoweredProgram
 
 LINEARS = {"replicate": "runtime.replicate_linears", "all_gather_to_r": "runtime.all_gather_linears"}
-_CONVERTERS = {target: kind for kind, target in LINEARS.items()}
+_RESHARDS = {target: kind for kind, target in LINEARS.items()}
 
 
 def reshard_kind(op: Op) -> str | None:
     """The kind of reshard that an op is or contains; None if it sends nothing of its own."""
-    return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
+    return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _RESHARDS.get(op.target)
 
 
 def count_early(program: LoweredProgram) -> LoweredProgram:
-    """Labels that come from the inputs alone are cut and counted first, so that their count travels meanwhile."""
+    """Labels that come from the inputs alone are sharded and counted first, so that their count travels meanwhile."""
     makers = {name: op for op in program.body for name in op.outputs}
     parameters = {holding.value for holding in program.parameters}
     values, layouts = dict(program.values), dict(program.layouts)
     first: dict[str, Op] = {}
     changed: dict[str, Op] = {}
     for op in program.body:
-        if op.target not in COUNTED or not op.argument("rows") or op.argument("count") is not None:
+        if op.target not in COUNTED or not op.argument("samples") or op.argument("count") is not None:
             continue
         labels = from_inputs(op.inputs[op.argument("target").index], makers, parameters)
         weight = op.argument("weight")
         if labels is None or op.argument("reduction", 1) != 1 or (weight and op.inputs[weight.index] in makers):
             continue
-        count = count_op(op, "runtime.begin_count", over=op.argument("rows"))
+        count = count_op(op, "runtime.begin_count", over=op.argument("samples"))
         (name,) = count.outputs
         values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), replicated(0)
         changed[op.name] = with_label_count(op, name)

@@ -30,14 +30,14 @@ from .program import LoweredProgram
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementTask:
-    """What is to be placed: a graph, or the graph of a segment, on a mesh.
+    """What is to be placed: a graph, or the graph of a stage, on a mesh.
 
     mesh        with the axis in time, if there are microbatches
     prices      by which reshards are chosen: those of the plan, or bytes
     storage_options    layouts of parameters, where that is decided already
     mode        "per_replica" if each data-parallel replica passes its own samples
-    entering    values received from other segments, with their layout over microbatches
-    leaving     values sent to other segments, in the layouts those want; None: as they are produced
+    entering    values received from other stages, with their layout over microbatches
+    leaving     values sent to other stages, in the layouts those want; None: as they are produced
     title       what it is, for the head of the file: "stage 0 of 2"; `header` has more lines for it
     stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
     """
@@ -104,7 +104,7 @@ class Placer:
     def _leaving(self, name: str) -> Layout:
         """Outputs leave replicated; in "per_replica" mode those with a batch dim leave as this replica's samples.
 
-        In time they stay as they are made, and so do values that go to other segments, which are settled but for that.
+        In time they stay as they are made, and so do values that go to other stages, which are settled but for that.
         """
         value = self.graph.values[name]
         produced = self._produced(name)
@@ -136,11 +136,11 @@ class Placer:
             yield value, layout
 
     def taken_as(self, name: str) -> Layout:
-        """How a value that comes from another segment is taken."""
+        """How a value that comes from another stage is taken."""
         return self._entering(name)
 
     def given_as(self, name: str) -> Layout:
-        """How a value that goes to another segment is given."""
+        """How a value that goes to another stage is given."""
         return self._leaving(name)
 
     def _produced(self, name: str) -> Layout:
@@ -337,7 +337,7 @@ def in_time(layout: Layout, produced: Layout, sizes: Mapping[str, int]) -> Layou
 
 
 def entering(sent: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
-    """How a value from another segment is received: as its most sharded use, without pending sums; over microbatches
+    """How a value from another stage is received: as its most sharded use, without pending sums; over microbatches
     as it was sent."""
     best = sendable_layout(parameter_layout(uses, mesh, len(sent.shards)))
     if best.shard_of(MB) == sent.shard_of(MB):

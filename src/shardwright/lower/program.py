@@ -19,7 +19,7 @@ from ..storage import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class SizeFactor:
-    """One factor of a size: an atom, or a plain number, with the axes that cut it, major to minor."""
+    """One factor of a size: an atom, or a plain number, with the axes that shard it, major to minor."""
 
     size: int
     atom: int | None = None
@@ -82,7 +82,7 @@ class LoweredProgram:
     header: tuple[str, ...] = ()  # and what else the head of its file says
     stepped: bool = False  # run by a schedule, several times in a training step
     puts_off: bool = False  # backward is in two steps, and weights' gradients are for the second
-    received: frozenset[str] = frozenset()  # the inputs that come from other segments
+    received: frozenset[str] = frozenset()  # the inputs that come from other stages
     prologue: tuple[Op, ...] = ()  # run for every microbatch before the first forward
     early: tuple[PrologueValue, ...] = ()  # what the prologue makes for all of them
     known_sizes: dict[Any, Size] = field(default_factory=dict, repr=False, compare=False)
@@ -158,7 +158,7 @@ def _size(program: LoweredProgram, dim: tuple[int, ...], shards: tuple[Any, ...]
 
 
 def flat(atoms: Any, dim: tuple[int, ...], shard: Mapping[int, Any]) -> list[tuple[int, ...]]:
-    """The sections of a dim, opened only as far as a cut reaches into them."""
+    """The sections of a dim, opened only as far as a shard reaches into them."""
     sections: list[tuple[int, ...]] = [()]
     for atom in atoms.expand(dim):
         inner = atoms.sections(atom)

@@ -1,6 +1,6 @@
 """Microbatches: what all of them need is computed before the first, and what they can't have is refused.
 
-No rank can talk over the axis in time. But what depends on the model's inputs alone (how many labels count, the
+No rank can communicate over the axis in time. But what depends on the model's inputs alone (how many labels count, the
 sum of a mask) can be computed for every microbatch before the first forward, and reduced. Such ops become
 the program's prologue, and forward reads what it found.
 """
@@ -29,8 +29,8 @@ def prologue(program: LoweredProgram) -> LoweredProgram:
         return program
     work = _Prologue(program)
     for op in program.body:
-        rows = op.argument("rows")
-        if op.target in COUNTED and rows and MB in rows and op.argument("reduction", 1) == 1:
+        samples = op.argument("samples")
+        if op.target in COUNTED and samples and MB in samples and op.argument("reduction", 1) == 1:
             work.count(op)
         elif op.target.removeprefix("comm.") in REDUCTIONS and MB in op.argument("axes"):
             work.reduce(op)
@@ -59,9 +59,9 @@ class _Prologue:
         self.first[counting.name] = replace(counting, inputs=inputs, outputs=(f"{name}@early",))
         for counted in (name, f"{name}@early"):
             self.values[counted], self.layouts[counted] = Value(name=counted, shape=(), dtype="int64"), replicated(0)
-        axes = tuple(axis for axis in op.argument("rows") if axis != MB)
+        axes = tuple(axis for axis in op.argument("samples") if axis != MB)
         self.early.append(PrologueValue(value=name, source=f"{name}@early", axes=axes))
-        self.changed[op.name] = with_label_count(op, name, rows=())
+        self.changed[op.name] = with_label_count(op, name, samples=())
 
     def reduce(self, op: Op) -> None:
         """A sum (or max, or min) over time of what comes from inputs alone, and hands no gradient back to them."""
@@ -116,7 +116,7 @@ def check_time(program: LoweredProgram) -> LoweredProgram:
 
 def _needing(program: LoweredProgram) -> Iterator[str]:
     for op in program.body:
-        over = [op.argument(key) for key in ("axes", "rows", "classes", "home")]
+        over = [op.argument(key) for key in ("axes", "samples", "classes", "expert_axes")]
         if not any(MB in axes for axes in over if isinstance(axes, tuple)):
             continue
         kind = op.target.removeprefix("comm.")
@@ -125,5 +125,5 @@ def _needing(program: LoweredProgram) -> Iterator[str]:
             if forward is None and (backward is None or not program.values[op.outputs[0]].gradient):
                 continue
             yield str(program.graph.by_name.get(op.name.split(" < ")[0], op.name.split(" < ")[0]))
-        else:  # an algorithm talks to the other shards of its op, and these are other microbatches
+        else:  # an algorithm communicates to the other shards of its op, and these are other microbatches
             yield str(op)

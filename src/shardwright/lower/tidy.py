@@ -15,7 +15,7 @@ SHARES = ("comm.shard", "comm.shard_from_r")
 
 
 def relax_layouts(program: LoweredProgram) -> LoweredProgram:
-    """This rank's share of a value has the strides of the whole, so that a view of it has to be a reshape.
+    """This rank's share of a value has the strides of the reduced, so that a view of it has to be a reshape.
 
     So has what was joined along an inner dim, and what ops make that keep to the order of what they read.
     """
@@ -35,7 +35,7 @@ def relax_layouts(program: LoweredProgram) -> LoweredProgram:
 
 
 def fold_mean(program: LoweredProgram) -> LoweredProgram:
-    """A mean over counted labels and its sum over the rows' axes become one: loss and count are summed at once."""
+    """A mean over counted labels and its sum over the samples' axes become one: loss and count are summed at once."""
     users, needed = program.users(), program.needed()
     makers = {op.outputs[0]: op for op in program.body if op.target in COUNTED}
     joined: dict[str, Op] = {}
@@ -45,18 +45,18 @@ def fold_mean(program: LoweredProgram) -> LoweredProgram:
         if (
             loss is None
             or loss.argument("count") is not None
-            or loss.argument("rows") != op.argument("axes")
+            or loss.argument("samples") != op.argument("axes")
             or loss.argument("reduction", 1) != 1
         ):
             continue
         if len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed:
-            joined[loss.name] = replace(loss, outputs=op.outputs).with_arguments(whole=True)
+            joined[loss.name] = replace(loss, outputs=op.outputs).with_arguments(reduced=True)
             gone.add(op.name)
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
 
 
 def hoist(program: LoweredProgram) -> LoweredProgram:
-    """What depends on no input, no parameter and no changing buffer is computed once, cuts included."""
+    """What depends on no input, no parameter and no changing buffer is computed once, shards included."""
     fixed = {buffer.value for buffer in program.graph.buffers if buffer.update is None}
     constants: list[Op] = []
     body: list[Op] = []

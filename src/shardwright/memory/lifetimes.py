@@ -12,7 +12,7 @@ from .rank_program import RankProgram
 
 
 def deaths(program: RankProgram) -> list[list[int]]:
-    """For each step the tensors that are let go after it. What leaves the program is not among them."""
+    """For each step the tensors that are released after it. What leaves the program is not among them."""
     last = _last_uses(program)
     dying: list[list[int]] = [[] for _ in program.steps]
     outer: dict[str, int] = {}  # name -> tensor, in `forward`

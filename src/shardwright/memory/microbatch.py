@@ -87,28 +87,30 @@ def simulate_stage_memory(
     )
 
 
-def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], training: TrainingSetup) -> MemoryPeak:
+def rank_memory(
+    schedule: Schedule, device: int, simulated: Sequence[StageMemory], training: TrainingSetup
+) -> MemoryPeak:
     """The peak of a device under a schedule, given what all stages need."""
     own = [number for number, devices in enumerate(schedule.holders) if device in devices]
-    segments = [walked[number] for number in own]
+    stages = [simulated[number] for number in own]
     sizes = [
         MicrobatchMemory(item.saved + item.received, item.queued) if at in own else NOTHING
-        for at, item in enumerate(walked)
+        for at, item in enumerate(simulated)
     ]
     flying = in_flight(schedule, sizes)[device]
-    by_key = {item.key: item for segment in segments for item in segment.parameters}  # tied parameters count once
-    elsewhere = {item.key for at, segment in enumerate(walked) if at not in own for item in segment.parameters}
+    by_key = {item.key: item for stage in stages for item in stage.parameters}  # tied parameters count once
+    elsewhere = {item.key for at, stage in enumerate(simulated) if at not in own for item in stage.parameters}
     trained = [item for item in by_key.values() if item.trainable]
     aside = sum(item.stored * item.wider for item in trained)
     summed = sum(item.bytes for item in trained if item.sums and not item.storage.shards_parameter)
     summed += TIED * sum(item.bytes for item in trained if item.key in elsewhere)
     parameters = sum(item.stored for item in by_key.values())
     optimizer = sum(item.states for item in trained)
-    most = max(segments, key=lambda item: item.over)
-    inputs, received = (max(getattr(item, kind) for item in segments) for kind in ("inputs", "received"))
+    most = max(stages, key=lambda item: item.over)
+    inputs, received = (max(getattr(item, kind) for item in stages) for kind in ("inputs", "received"))
     base = parameters + optimizer + inputs + aside + summed
     running = base + flying + most.over + received
-    update = base + max(item.update for item in segments)
+    update = base + max(item.update for item in stages)
     during = running >= update
     return MemoryPeak(
         parameters=parameters,

@@ -117,7 +117,7 @@ class Zero3Unit:
 
 
 class Zero3Units:
-    """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use.
+    """The units of ZeRO-3: gathered one ahead, forward and backward, and released after their last use.
 
     What is outside of layers is one unit. The program never closes it: it holds it until it is gathered anew.
     """

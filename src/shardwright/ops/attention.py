@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..ir import Op
-from ..layout import Mesh
+from ..layout import Mesh, join_shards
 from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall, letters
 from ..rules.signature import Signature
@@ -88,8 +88,10 @@ def local_attention(program: ProgramOnRank, op: Op) -> Op:
         return op
     arguments = [(name, value) for name, value in op.arguments if name in PLACED and value is not None]
     if keys:
-        axes, shard = one_cut(program, op, "keys", keys)
-        arguments += [("ring", axes), ("sharding", shard)]
+        joined = join_shards(keys, program.mesh.sizes) if len(keys) > 1 else keys[0]
+        if joined is None and not all(shard.even(program.mesh.sizes[shard.axis]) for shard in keys):
+            one_cut(program, op, "keys", keys)  # refuses them
+        arguments += [("ring", tuple(shard.axis for shard in keys)), ("sharding", joined or keys)]
     if [shard for _, shard in queries] != list(keys):
         arguments.append(("splits", queries))
     return replace(op, target="runtime.context_attention", arguments=tuple(arguments))
@@ -172,7 +174,8 @@ def print_context_attention(p: Printing) -> str:
     shown = f"{p['query']}, {p['key']}, {p['value']}{p.options('attn_mask')}{causal}{_structure(p)}{p.options('scale')}"
     if p.has("ring"):
         axes = p.literal("ring")
-        even = plain(p.literal("sharding"), p.many(axes))
+        sharding = p.literal("sharding")
+        even = not isinstance(sharding, tuple) and plain(sharding, p.many(axes))
         shown += f", ring={axes_text(axes)}" + ("" if even else f", sharding={p['sharding']}")
     return f"runtime.context_attention({shown}{print_splits(p) if p.has('splits') else ''})"
 
@@ -201,9 +204,9 @@ def send_keys(
         return []
     ranks = math.prod(mesh.axis(name).size for name in axes["ring"])
     block = call.inputs[1].bytes + call.inputs[2].bytes
-    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward")] * (ranks - 1)
+    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward", overlapped=True)] * (ranks - 1)
     if call.gradient:
-        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward")] * (ranks - 1)
+        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward", overlapped=True)] * (ranks - 1)
     return shifts
 
 
@@ -241,15 +244,17 @@ def saved_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] 
     return SavedForBackward((True, True, True, *rest), (True,), extra)
 
 
-def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """The scores, where the fused kernel can't be used."""
+def scores_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """The scores, where the fused kernel can't be used; else a copy of the gradient, and the tiles of one thread."""
     shape = signature.analysis.graph.values[call.op.inputs[0]].shape
     keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
     query = call.inputs[0]
     scores = query.bytes / max(shape[-1], 1) * keys
     if call.op.argument("dropout_p", 0.0) or (len(call.inputs) > 3 and call.inputs[3].gradient):
-        return 2 * scores, 2 * scores
-    return 0.0, 0.0
+        return scores, scores + (call.outputs[0].bytes if call.op.argument("enable_gqa", False) else 0.0)
+    queries = 256 if shape[-2] >= 768 else 64 if shape[-2] >= 192 else 32
+    tile = 4.0 * queries * min(keys, 512)
+    return tile + 4.0 * queries * (shape[-1] + 2), call.outputs[0].bytes + 2 * tile
 
 
 def saved_structured_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> SavedForBackward:
@@ -271,16 +276,16 @@ define("scaled_dot_product_attention", rule=attention, keyed=True, localize=loca
        keeps_order=True, saved=saved_attention, work=scores_work, collectives=send_keys, prints=print_attention,
        positional=3, result="attention",
        reads="F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
-       unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
+       defaults={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,
-       runs=run_keyed_attention, unsaid={"is_causal": False, "enable_gqa": False})  # fmt: skip
+       runs=run_keyed_attention, defaults={"is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.context_attention", prints=print_context_attention, reads=read_context_attention,
-       runs=run_context_attention, unsaid={"is_causal": False, "prefix": 0},
+       runs=run_context_attention, defaults={"is_causal": False, "prefix": 0},
        leaves_out=lambda op, name, value: False)  # fmt: skip
 define(STRUCTURED, rule=attention, localize=local_attention, kernel=Kernel.ATTENTION, keeps_order=True,
        saved=saved_structured_attention, work=structured_work, collectives=send_keys,
        prints=print_structured_attention, reads=read_structured_attention, runs=run_structured_attention,
-       result="attention", unsaid={"prefix": 0},
+       result="attention", defaults={"prefix": 0},
        leaves_out=lambda op, name, value: False)  # after=0 is not the same as nothing  # fmt: skip
 define("_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "

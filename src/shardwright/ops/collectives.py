@@ -11,7 +11,7 @@ STATED = {
     "all_gather_to_r": ("all_gather", "dst"),
     "shard_from_r": ("shard", "src"),
 }
-"""Kinds of reshards that are said with a state: the collective, and the keyword of the state."""
+"""Kinds of reshards that take a state: the collective, and the keyword of the state."""
 
 
 def print_all_to_all(p: Printing) -> str:

@@ -1,6 +1,6 @@
-"""What local forms of ops share: the axes that cut a value, and cuts as algorithms want them.
+"""What local forms of ops share: the axes that shard a value, and shards as algorithms want them.
 
-Sizes are never edited as numbers: they are said anew from the atoms of the op's local outputs. A size that is read as
+Sizes are never edited as numbers: they are made anew from the atoms of the op's local outputs. A size that is read as
 a number (the divisor of a mean) stays the whole one.
 """
 
@@ -28,12 +28,12 @@ def in_mesh_order(program: ProgramOnRank, axes: tuple[str, ...]) -> tuple[str, .
 
 
 def splits(layout: Layout) -> tuple[tuple[int, Shard], ...]:
-    """(dim, cut) for every cut, major to minor."""
+    """(dim, shard) for every shard, major to minor."""
     return tuple((dim, shard) for dim, shards in enumerate(layout.shards) for shard in shards)
 
 
 def one_cut(program: ProgramOnRank, op: Op, what: str, shards: Sequence[Shard]) -> tuple[tuple[str, ...], Shard]:
-    """The axes that cut a dim, and their cuts as one over the product of these axes, as an algorithm wants it."""
+    """The axes that shard a dim, and their shards as one over the product of these axes, as an algorithm wants it."""
     axes = tuple(shard.axis for shard in shards)
     joined = shards[0] if len(shards) == 1 else join_shards(shards, program.mesh.sizes)
     if joined is None:

@@ -258,11 +258,11 @@ def located_rows(call: LocalCall, signature: Signature) -> float:
 LOOKUP = {"kernel": Kernel.LOOKUP}
 define("embedding", rule=embedding, localize=local_embedding, saved="1", dense=True, fresh=True,
        prints=print_embedding, reads="F.embedding(indices, weight, padding_idx)", positional=2,
-       unsaid={"padding_idx": -1}, leaves_out=leaves_out_padding, **LOOKUP)  # fmt: skip
+       defaults={"padding_idx": -1}, leaves_out=leaves_out_padding, **LOOKUP)  # fmt: skip
 define("runtime.embedding_rows", dense=True, fresh=True, saved="", saved_extra=located_rows, work=(1.0, 1.0),
        prints=print_embedding_rows, positional=4, runs=run_embedding_rows,
        reads="runtime.embedding_rows(indices, weight, axes, sharding, rows, padding_idx)",
-       unsaid={"padding_idx": -1}, leaves_out=leaves_out_padding)  # fmt: skip
+       defaults={"padding_idx": -1}, leaves_out=leaves_out_padding)  # fmt: skip
 define("embedding_bag", rule={"default padding_idx": embedding_bag}, **LOOKUP)
 define("_embedding_bag", rule=embedding_bag)
 define("index", rule={"Tensor": index}, saved="indices", prints=print_index, reads=read_index, **LOOKUP)

@@ -16,7 +16,7 @@ from .contexts import AlgorithmCollective, LocalCall, Passes, ProgramOnRank, Ran
 from .localizing import cut_axes, divided, in_mesh_order, one_cut, split_axes
 from .norms import WIDE
 from .printing import REDUCTIONS, Printer, Printing, axes_text, plain
-from .spec import Kernel, define
+from .spec import Kernel, define, input_work
 
 NONE, MEAN, SUM = 0, 1, 2
 """torch's numbers for `reduction`."""
@@ -39,14 +39,14 @@ def cross_entropy(call: OpCall) -> Rule | None:
         return None  # a single row with weights by class
     if len(logits.shape) == 1:
         return parse(f"c=classes, {'' if not probabilities else 'c=classes'} -> ")
-    rows = letters(len(logits.shape) - 1, "n")
-    mark = {NONE: "", MEAN: "=rows+", SUM: "+"}[reduction]
-    first, rest = rows[0] + mark, [row + mark for row in rows[1:]]
+    samples = letters(len(logits.shape) - 1, "n")
+    mark = {NONE: "", MEAN: "=samples+", SUM: "+"}[reduction]
+    first, rest = samples[0] + mark, [row + mark for row in samples[1:]]
     classes = str(logits.shape[1]) if probabilities or len(call.inputs) > 2 else "c=classes"
     scores = [first, classes, *rest]
     wanted = scores if probabilities else [first, *rest]
     weight = [[str(logits.shape[1])]] * (len(call.inputs) - 2)
-    return write_rule([scores, wanted, *weight], [rows if reduction == NONE else []])
+    return write_rule([scores, wanted, *weight], [samples if reduction == NONE else []])
 
 
 def ctc_losses(call: OpCall) -> Rule | None:
@@ -59,16 +59,16 @@ def nll_loss(call: OpCall) -> Rule | None:
     if len(call.shape) == 1:
         return None  # a single row
     reduction = call.op.argument("reduction", MEAN)
-    rows = letters(len(call.inputs[1].shape), "n")
-    mark = {NONE: "", MEAN: "=rows+", SUM: "+"}[reduction]
-    marks = [row + mark for row in rows]
+    samples = letters(len(call.inputs[1].shape), "n")
+    mark = {NONE: "", MEAN: "=samples+", SUM: "+"}[reduction]
+    marks = [row + mark for row in samples]
     classes = str(call.shape[1])
     weight = [[classes]] * (len(call.inputs) - 2)
-    return write_rule([[marks[0], classes, *marks[1:]], marks, *weight], [rows if reduction == NONE else []])
+    return write_rule([[marks[0], classes, *marks[1:]], marks, *weight], [samples if reduction == NONE else []])
 
 
 def elementwise_loss(call: OpCall) -> Rule:
-    """Each element by itself, then none, a mean (`local_loss` divides by the whole) or a sum."""
+    """Each element by itself, then none, a mean (`local_loss` divides by the reduced) or a sum."""
     shape = broadcast_shape([value.shape for value in call.inputs])
     names = label_dims(shape)
     reduction = call.op.argument("reduction", MEAN)
@@ -105,7 +105,7 @@ def along_one(call: OpCall) -> Rule | None:
 
 
 def local_loss(program: ProgramOnRank, op: Op) -> Op | tuple[Op, ...]:
-    """A mean over split elements, or rows, is the local sum over their whole number."""
+    """A mean over split elements, or samples, is the local sum over their whole number."""
     split = any(cut_axes(program.layouts[name]) for name in op.inputs)
     if op.argument("reduction", MEAN) != MEAN or not split:
         return op
@@ -120,10 +120,10 @@ def local_cross_entropy(program: ProgramOnRank, op: Op) -> Op:
     logits = program.layouts[op.inputs[0]]
     at = 1 if len(logits.shards) > 1 else 0
     classes = logits.shards[at]
-    rows = tuple(axis for dim in range(len(logits.shards)) if dim != at for axis in split_axes(logits, dim))
-    if not classes and (not rows or op.argument("reduction", MEAN) != MEAN):
+    samples = tuple(axis for dim in range(len(logits.shards)) if dim != at for axis in split_axes(logits, dim))
+    if not classes and (not samples or op.argument("reduction", MEAN) != MEAN):
         return op
-    result = replace(op, target="runtime.cross_entropy").with_arguments(rows=in_mesh_order(program, rows))
+    result = replace(op, target="runtime.cross_entropy").with_arguments(samples=in_mesh_order(program, samples))
     if classes:
         total = program.sizes_of(op.inputs[0])[at].global_size()
         axes, shard = one_cut(program, op, "classes", classes)
@@ -132,10 +132,10 @@ def local_cross_entropy(program: ProgramOnRank, op: Op) -> Op:
 
 
 def local_nll_loss(program: ProgramOnRank, op: Op) -> Op:
-    rows = in_mesh_order(program, cut_axes(program.layouts[op.inputs[1]]))
-    if not rows or op.argument("reduction", MEAN) != MEAN:
+    samples = in_mesh_order(program, cut_axes(program.layouts[op.inputs[1]]))
+    if not samples or op.argument("reduction", MEAN) != MEAN:
         return op
-    return replace(op, target="runtime.nll_loss").with_arguments(rows=rows)
+    return replace(op, target="runtime.nll_loss").with_arguments(samples=samples)
 
 
 # -- in generated code
@@ -152,10 +152,10 @@ def print_loss(name: str) -> Printer:
 
 def print_cross_entropy(p: Printing) -> str:
     reduction = p.literal("reduction", MEAN)
-    rows, classes = p.literal("rows"), p.literal("classes")
+    samples, classes = p.literal("samples"), p.literal("classes")
     shown = [p["self"], p["target"]]
-    if rows:
-        shown.append(f"rows={axes_text(rows)}")
+    if samples:
+        shown.append(f"samples={axes_text(samples)}")
     if classes:
         even = plain(p.literal("sharding"), p.many(classes))
         shown += [f"classes={axes_text(classes)}", *([] if even else [f"sharding={p['sharding']}"])]
@@ -167,8 +167,8 @@ def print_cross_entropy(p: Printing) -> str:
         shown.append(f"label_smoothing={p['label_smoothing']}")
     if p.has("count"):
         shown.append(f"count={p['count']}")
-    if p.literal("whole"):
-        shown.append("whole=True")
+    if p.literal("reduced"):
+        shown.append("reduced=True")
     where = "runtime" if p.op.target.startswith("runtime.") else "F"
     return f"{where}.{'nll_loss' if 'nll' in p.op.target else 'cross_entropy'}({', '.join(shown)})"
 
@@ -179,8 +179,8 @@ def _which_labels(p: Printing) -> list[str]:
 
 
 def print_begin_count(p: Printing) -> str:
-    rows = axes_text(p.literal("rows"))
-    return f"runtime.begin_count({', '.join([p['target'], f'rows={rows}', *_which_labels(p)])})"
+    samples = axes_text(p.literal("samples"))
+    return f"runtime.begin_count({', '.join([p['target'], f'samples={samples}', *_which_labels(p)])})"
 
 
 def print_count_labels(p: Printing) -> str:
@@ -192,17 +192,18 @@ def print_count_labels(p: Printing) -> str:
 
 def run_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.cross_entropy(
-        a["self"], a["target"], rows=run.group(a["rows"]), classes=run.group(a["classes"]), sharding=a["sharding"],
-        size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100), reduction=_reduction(a),
-        label_smoothing=a.get("label_smoothing", 0.0), count=a["count"], whole=a.get("whole", False),
+        a["self"], a["target"], samples=run.group(a["samples"]), classes=run.group(a["classes"]),
+        sharding=a["sharding"], size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
+        reduction=_reduction(a), label_smoothing=a.get("label_smoothing", 0.0), count=a["count"],
+        reduced=a.get("reduced", False),
     )  # fmt: skip
 
 
 def run_nll_loss(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.nll_loss(
-        a["self"], a["target"], rows=run.group(a["rows"]), weight=a["weight"],
+        a["self"], a["target"], samples=run.group(a["samples"]), weight=a["weight"],
         ignore_index=a.get("ignore_index", -100), reduction=_reduction(a), count=a["count"],
-        whole=a.get("whole", False),
+        reduced=a.get("reduced", False),
     )  # fmt: skip
 
 
@@ -212,7 +213,7 @@ def _reduction(a: RuntimeArguments) -> str:
 
 def run_begin_count(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.begin_count(
-        a["target"], rows=run.group(a["rows"]), weight=a["weight"], ignore_index=a.get("ignore_index", -100)
+        a["target"], samples=run.group(a["samples"]), weight=a["weight"], ignore_index=a.get("ignore_index", -100)
     )()
 
 
@@ -238,9 +239,10 @@ def log_softmax_bytes(call: LocalCall, signature: Signature) -> float:
     return call.inputs[0].bytes + 4
 
 
-def logits_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
+def logits_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """With split classes also the largest logit of each row, its label's place and sums, each of 8 bytes or less."""
     logits = call.inputs[0].bytes
-    return (logits, 0.0) if split_classes(call, signature) else (0.0, logits)
+    return (logits + 6 * 8 * call.inputs[1].elements, 0.0) if split_classes(call, signature) else (0.0, logits)
 
 
 def send_loss(
@@ -254,8 +256,8 @@ def send_loss(
         collectives += [
             AlgorithmCollective("all_reduce", count * row_bytes, axes["classes"], "forward") for count in (1, sums)
         ]
-    if "rows" in axes:
-        collectives.append(AlgorithmCollective("all_reduce", COUNT, axes["rows"], "forward"))
+    if "samples" in axes:
+        collectives.append(AlgorithmCollective("all_reduce", COUNT, axes["samples"], "forward"))
     return collectives
 
 
@@ -265,32 +267,34 @@ LABELS = {"ignore_index": -100, "reduction": MEAN}
 SMOOTHED = {**LABELS, "label_smoothing": 0.0}
 define("cross_entropy_loss", rule=cross_entropy, localize=local_cross_entropy, kernel=Kernel.CROSS_ENTROPY,
        result="loss", saved=saved_cross_entropy, saved_extra=log_softmax_bytes, work=logits_work, collectives=send_loss,
-       prints=print_cross_entropy, positional=2, unsaid=SMOOTHED,
+       prints=print_cross_entropy, positional=2, defaults=SMOOTHED,
        reads="F.cross_entropy(self, target, weight, ignore_index, reduction, label_smoothing)")  # fmt: skip
-define("runtime.cross_entropy", prints=print_cross_entropy, positional=2, unsaid=SMOOTHED, runs=run_cross_entropy,
-       reads="runtime.cross_entropy(self, target, rows, classes, sharding, size, weight, ignore_index, reduction, "
-             "label_smoothing, count, whole)")  # fmt: skip
+define("runtime.cross_entropy", prints=print_cross_entropy, positional=2, defaults=SMOOTHED, runs=run_cross_entropy,
+       reads="runtime.cross_entropy(self, target, samples, classes, sharding, size, weight, ignore_index, reduction, "
+             "label_smoothing, count, reduced)")  # fmt: skip
 define("nll_loss nll_loss_nd", rule=nll_loss, localize=local_nll_loss, saved="0 1", collectives=send_loss,
        result="loss", passes=Passes(inputs=0, gradients=1))  # reads one score a row, writes zeros for all  # fmt: skip
 define("nll_loss2d", saved="0 1")
-define("runtime.nll_loss", prints=print_cross_entropy, positional=2, unsaid=LABELS, runs=run_nll_loss,
-       reads="runtime.nll_loss(self, target, rows, weight, ignore_index, reduction, count, whole)")  # fmt: skip
-define("runtime.begin_count", prints=print_begin_count, positional=1, unsaid={"ignore_index": -100},
-       reads="runtime.begin_count(target, rows, weight, ignore_index)", runs=run_begin_count)  # fmt: skip
-define("runtime.count_labels", prints=print_count_labels, positional=1, unsaid={"ignore_index": -100},
+define("runtime.nll_loss", prints=print_cross_entropy, positional=2, defaults=LABELS, runs=run_nll_loss,
+       reads="runtime.nll_loss(self, target, samples, weight, ignore_index, reduction, count, reduced)")  # fmt: skip
+define("runtime.begin_count", prints=print_begin_count, positional=1, defaults={"ignore_index": -100},
+       reads="runtime.begin_count(target, samples, weight, ignore_index)", runs=run_begin_count)  # fmt: skip
+define("runtime.count_labels", prints=print_count_labels, positional=1, defaults={"ignore_index": -100},
        reads="runtime.count_labels(target, weight, ignore_index)")  # fmt: skip
 define("call.shardwright.capture.tracing.ctc_loss.ctc_losses", rule=ctc_losses)
 
 ELEMENTWISE = {"rule": elementwise_loss, "localize": local_loss, "result": "loss"}
-FORM = {"positional": 2, "unsaid": {"reduction": MEAN}}
+FORM = {"positional": 2, "defaults": {"reduction": MEAN}}
+IN_PLACE = {"keeps_storage": True, "work": input_work(1.0, 0.0)}  # torch reduces in the storage of the terms
 define("mse_loss", saved="0 1", prints=print_loss("mse_loss"), reads="F.mse_loss(self, target, reduction)",
-       **ELEMENTWISE, **FORM)  # fmt: skip
+       **IN_PLACE, **ELEMENTWISE, **FORM)  # fmt: skip
 define("l1_loss", saved="0", prints=print_loss("l1_loss"), reads="F.l1_loss(self, target, reduction)",
-       **ELEMENTWISE, **FORM)  # fmt: skip
-define("smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss", saved="0 1",
-       **ELEMENTWISE)  # fmt: skip
-define("kl_div", saved="1", **ELEMENTWISE)
+       work=input_work(2.0, 1.0), **ELEMENTWISE, **FORM)  # fmt: skip
+define("smooth_l1_loss binary_cross_entropy soft_margin_loss", saved="0 1", **IN_PLACE, **ELEMENTWISE)
+define("huber_loss", saved="0 1", work=input_work(1.0, 0.0), **ELEMENTWISE)
+define("binary_cross_entropy_with_logits", saved="0 1", work=input_work(2.0, 1.0), **ELEMENTWISE)
+define("kl_div", saved="1", work=input_work(3.0, 0.0), **ELEMENTWISE)
 define("poisson_nll_loss hinge_embedding_loss margin_ranking_loss", **ELEMENTWISE)
 define("cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", rule=row_loss,
        localize=local_loss, result="loss")  # fmt: skip
-define("cosine_similarity pairwise_distance", rule=along_one)
+define("cosine_similarity pairwise_distance", rule=along_one, work=input_work(3.0, 4.0))

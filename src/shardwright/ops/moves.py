@@ -128,16 +128,16 @@ def print_pad(p: Printing) -> str:
 
 JOIN = {"kernel": Kernel.JOIN, "saved": "", "back": "pass"}
 define("cat", rule=cat, canonical=canonical_cat, prints=listed_call("cat"), reads="torch.cat(tensors, dim)",
-       unsaid={"dim": 0}, **JOIN)  # fmt: skip
+       defaults={"dim": 0}, **JOIN)  # fmt: skip
 define("concat", rule=cat, canonical=canonical_cat, **JOIN)
 define("concatenate", canonical=canonical_cat, **JOIN)
-define("stack", rule=stack, prints=listed_call("stack"), reads="torch.stack(tensors, dim)", unsaid={"dim": 0}, **JOIN)
+define("stack", rule=stack, prints=listed_call("stack"), reads="torch.stack(tensors, dim)", defaults={"dim": 0}, **JOIN)
 define("hstack vstack", **JOIN)
 
 MOVED = {"saved": "", "passes": GRADIENT_ONLY}
 PAD = {"rule": pad, "prints": print_pad, "reads": "F.pad(self, pad, value)", "positional": 2, **MOVED}
-define("pad", unsaid={"mode": "constant", "value": 0}, **PAD)
-define("constant_pad_nd", unsaid={"value": 0}, **PAD)
+define("pad", defaults={"mode": "constant", "value": 0}, **PAD)
+define("constant_pad_nd", defaults={"value": 0}, **PAD)
 define("repeat tile", rule=repeat, **MOVED)
 define("repeat_interleave", rule={"self_int": repeat_interleave}, canonical=canonical_repeat_interleave,
        prints=function, **MOVED)  # fmt: skip

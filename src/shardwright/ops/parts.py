@@ -190,24 +190,32 @@ def local_split(program: ProgramOnRank, op: Op) -> Op:
     if all(shard.even(program.mesh.sizes[shard.axis]) for shard in program.layouts[op.inputs[0]].shards[dim]):
         return op.with_arguments(split_size=parts[0])
     arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, value) for key, value in op.arguments)
-    # an empty piece has no size to step by
+    # an empty shard has no size to step by
     return replace(op, target="aten.split_with_sizes.default", arguments=arguments)
 
 
 def local_slice(program: ProgramOnRank, op: Op) -> Op:
-    """One of n equal parts keeps its place among the parts; other slices are on dims that are whole."""
+    """One of n equal parts keeps its place among the parts; other slices are on dims that are not sharded."""
     rank = len(program.values[op.inputs[0]].shape)
     dim = op.argument("dim", 0) % rank
     before = program.values[op.inputs[0]].shape[dim]
     after = program.values[op.outputs[0]].shape[dim]
-    if not program.layouts[op.inputs[0]].shards[dim] or before == after:
-        if before == after:
-            return op.with_arguments(start=None, end=None)
-        return op
+    if rank > 2 and dim == rank - 1:  # x[..., :4]
+        op = op.with_arguments(dim=-1)
+    if before == after:
+        return op.with_arguments(start=None, end=None)
     start = op.argument("start", 0) or 0
-    part = ((start + before) if start < 0 else start) // after
-    unit = program.sizes_of(op.outputs[0])[dim]
-    return op.with_arguments(start=unit.times(part) if part else 0, end=unit.times(part + 1))
+    start += before if start < 0 else 0
+    step, end = op.argument("step", 1), {}
+    if start + step * after >= before:  # x[1:]
+        op, end = op.with_arguments(end=None), {"end": None}
+    if step != 1:
+        return op
+    is_part = after > 1 and start % after == before % after == 0
+    if not program.layouts[op.inputs[0]].shards[dim] and not is_part:
+        return op
+    part, unit = start // after, program.sizes_of(op.outputs[0])[dim]
+    return op.with_arguments(**{"start": unit.times(part) if part else 0, "end": unit.times(part + 1), **end})
 
 
 # -- in generated code
@@ -290,16 +298,16 @@ PART = {"kernel": Kernel.PART, "saved": "", "result": "0"}
 """A view on some of the elements; backward fills the rest with zeros."""
 
 define("slice", rule={"Tensor": slice_}, canonical=canonical_slice, view=strides.sliced, write_back=write_slice,
-       localize=local_slice, prints=print_slice, reads=read_slice, unsaid={"start": 0, "step": 1},
+       localize=local_slice, prints=print_slice, reads=read_slice, defaults={"start": 0, "step": 1},
        leaves_out=lambda op, name, value: name == "end" and _is_open(value), chains=True, **PART)  # fmt: skip
 define("narrow", canonical=canonical_slice, view=strides.as_it_is, write_back=write_split, **PART)
 define("select", rule={"int": select}, view=strides.selected, write_back=write_select, prints=print_select,
-       reads=read_select, unsaid={"dim": 0}, chains=True, **PART)  # fmt: skip
+       reads=read_select, defaults={"dim": 0}, chains=True, **PART)  # fmt: skip
 define("unbind", rule={"int": unbind}, view=strides.selected, write_back=write_unbound, returns_list=True,
        prints=dims_method("unbind", "dim"), reads="x.unbind(dim)", chains=True, **PART)  # fmt: skip
 
 SPLIT = {"canonical": canonical_split, "view": strides.as_it_is, "returns_list": True, **PART}
-SECTIONS = {"localize": local_split, "write_back": write_split, "prints": print_split, "unsaid": {"dim": 0},
+SECTIONS = {"localize": local_split, "write_back": write_split, "prints": print_split, "defaults": {"dim": 0},
             "chains": True}  # fmt: skip
 define("split", rule={"Tensor": split}, reads="x.split(split_size, dim)", **SPLIT, **SECTIONS)
 define("split_with_sizes", rule=split, reads="x.split(split_sizes, dim)", **SPLIT, **SECTIONS)

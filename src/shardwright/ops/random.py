@@ -61,7 +61,7 @@ def run_dropout(run: RankRun, a: RuntimeArguments) -> object:
 
 DROPPED = {
     "rule": dropout, "keyed": True, "localize": local_dropout, "saved": "",
-    "work": (1.0, 1.0),  # x * mask, then * scale
+    "work": (1.0, 2.0),  # x * mask, then * scale; backward reads a gradient that others may hold
     "saved_extra": lambda call, signature: call.outputs[0].elements,  # a mask of one byte an element
     "passes": Passes(outputs=1.5, results=1.5, gradients=1),
 }  # fmt: skip
@@ -69,7 +69,7 @@ define("dropout", canonical=canonical_dropout, keeps_order=True, **DROPPED)
 define("native_dropout", **DROPPED)
 define("alpha_dropout feature_alpha_dropout feature_dropout", canonical=canonical_dropout)
 define("runtime.dropout", keyed=True, prints=print_dropout, reads="self.random.dropout(x, p, op_key, splits, train)",
-       positional=3, keywords={"training": "train"}, unsaid={"train": True}, runs=run_dropout)  # fmt: skip
+       positional=3, keywords={"training": "train"}, defaults={"train": True}, runs=run_dropout)  # fmt: skip
 define("rand randn randperm", canonical=canonical_creation)
 define("rand_like randn_like", canonical=canonical_like, gradient="none")
 define("randint_like", gradient="none")

@@ -1,7 +1,7 @@
 """A line of generated code, read back: which arguments of its op it gives, by their names.
 
 Translation validation (`emit/validate.py`) compares what is read here with the op that the line stands for. So
-nothing may be taken from the printers: what `F.pad` does with its second argument is said again in the form that
+nothing may be taken from the printers: what `F.pad` does with its second argument is written again in the form that
 its op reads as (`OpSpec.reads`), in torch's words. `tests/emit/test_validate.py` holds the forms against torch's own
 signatures.
 

@@ -25,7 +25,7 @@ from .printing import (
     function,
     functional,
 )
-from .spec import Kernel, define
+from .spec import Kernel, define, input_work
 
 
 def _reduced(call: OpCall, mark: str, linear: bool) -> Rule:
@@ -82,7 +82,7 @@ def trapezoid(call: OpCall) -> Rule:
 
 
 def canonical_sum(call: TracedCall) -> list[str]:
-    """No dims are all of them, said so."""
+    """No dims are all of them, written out."""
     if call.arguments.get("dim") in (None, ()) and call.input_info.shape:
         return call.emit(**{**call.arguments, "dim": tuple(range(len(call.input_info.shape)))})
     return call.keep()
@@ -124,23 +124,30 @@ def saved_extreme(call: LocalCall, signature: Signature, flat: Sequence[bool] | 
     return "0 r" if len(call.outputs) < 2 else "r1"
 
 
-SUMMED = {"saved": "", "passes": GRADIENT_ONLY, "positional": 1, "unsaid": {"dim": ()}}
+def extreme_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """Of all elements: a mask of where the result is, in numbers, and what is shared among these places."""
+    return 0.0, 2.25 * call.inputs[0].bytes if len(call.outputs) < 2 else 0.0
+
+
+SUMMED = {"saved": "", "passes": GRADIENT_ONLY, "positional": 1, "defaults": {"dim": ()}}
 define("sum", rule={"default dim_IntList": reduce_dims}, canonical={"dim_IntList": canonical_sum}, back="free",
        prints=print_reduction("sum"), reads="x.sum(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
 define("mean", rule={"default dim": reduce_dims}, localize=local_mean, prints=print_reduction("mean"),
        reads="x.mean(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
 define("nansum", rule=reduce_dims, saved="", passes=GRADIENT_ONLY)
 define("count_nonzero", rule={"default dim_IntList": reduce_dims})
-define("amax amin", rule=extreme, saved="0 r", prints=function)
+define("amax amin", rule=extreme, saved="0 r", prints=function, work=input_work(0.0, 1.5))
 define("max min", rule={"default": extreme, "dim": blocked_reduction, "other": plain}, keeps_order=True,
-       saved=saved_extreme, prints=function)  # fmt: skip
-define("var", rule={"correction default dim": blocked_reduction}, saved="0", prints=function)
-define("std", rule={"correction default dim": blocked_reduction}, saved="0")
-define("std_mean var_mean", rule={"correction default dim": blocked_reduction}, saved="0 r")
-define("logsumexp", rule=blocked_reduction, saved="0 r", kernel=Kernel.FUNCTION, prints=function)
-define("linalg_vector_norm", rule=blocked_reduction, saved="0 r")
-define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r")
-define("prod", rule={"default dim_int": blocked_reduction}, saved="0 r")
+       saved=saved_extreme, prints=function, work=extreme_work)  # fmt: skip
+DEVIATION = {"rule": {"correction default dim": blocked_reduction}, "work": input_work(0.0, 1.2)}
+define("var", saved="0", prints=function, **DEVIATION)
+define("std", saved="0", **DEVIATION)
+define("std_mean var_mean", saved="0 r", **DEVIATION)
+define("logsumexp", rule=blocked_reduction, saved="0 r", kernel=Kernel.FUNCTION, prints=function,
+       work=input_work(1.0, 2.0))  # fmt: skip
+define("linalg_vector_norm", rule=blocked_reduction, saved="0 r", work=input_work(0.0, 1.1))
+define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.1))
+define("prod", rule={"default dim_int": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.5))
 define("median", rule={"default dim": blocked_reduction}, saved="r1")
 define("nanmedian", rule={"default dim": blocked_reduction})
 define("kthvalue mode", rule=blocked_reduction, saved="r1")
@@ -154,7 +161,7 @@ SOFTMAX = {"kernel": Kernel.FUNCTION, "saved": "r"}
 define("softmax", rule={"int": along}, prints=functional("softmax", "self", "dim", options=("dtype",)),
        reads="F.softmax(self, dim, dtype)", positional=2, **SOFTMAX)  # fmt: skip
 define("_softmax", rule=along, prints=functional("softmax", "self", "dim"), reads="F.softmax(self, dim)",
-       unsaid={"half_to_float": False}, **SOFTMAX)  # fmt: skip
+       defaults={"half_to_float": False}, **SOFTMAX)  # fmt: skip
 define("log_softmax", rule={"int": along}, prints=functional("log_softmax", "self", "dim", options=("dtype",)),
        reads="F.log_softmax(self, dim, dtype)", positional=2, **SOFTMAX)  # fmt: skip
 define("_log_softmax", rule=along, **SOFTMAX)
@@ -163,8 +170,9 @@ SORTED = {"passes": Passes(inputs=8, outputs=2, results=1, gradients=1)}  # digi
 define("sort", rule={"default stable": along}, saved="r1", prints=function, **SORTED)
 define("topk", rule=along, saved="r1", prints=function, **SORTED)
 define("argsort", rule={"default stable": along}, **SORTED)
-define("cumsum", rule=along, saved="", passes=GRADIENT_ONLY, prints=function)
-define("cumprod logcumsumexp", rule=along, saved="0 r")
-define("cummax cummin", rule=along, saved="r1")
-define("diff", rule=diff, saved="", prints=function)
+define("cumsum", rule=along, saved="", passes=GRADIENT_ONLY, prints=function, work=(0.0, 2.0))  # of what is flipped
+define("cumprod", rule=along, saved="0 r", work=(0.0, 3.25))
+define("logcumsumexp", rule=along, saved="0 r", work=(0.0, 7.0))
+define("cummax cummin", rule=along, saved="r1", work=(0.0, 1.0))
+define("diff", rule=diff, saved="", prints=function, work=(0.0, 1.0))
 define("trapezoid", rule={"dx": trapezoid})

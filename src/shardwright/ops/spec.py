@@ -1,7 +1,7 @@
 """What the compiler knows about an op: `OpSpec`, and the registry of all of them.
 
 An op is defined once, in the file of its family, with everything that any part of the compiler
-asks about it. What is not said has a default that is safe: an op without a rule runs replicated
+asks about it. What is not given has a default that is safe: an op without a rule runs replicated
 (or is probed), one of which nobody says what autograd saves saves all it can, and one without a
 printer is printed as `torch.ops`. So a new elementwise op is one line (`elementwise` of pointwise.py gives the rule):
 
@@ -9,14 +9,15 @@ printer is printed as `torch.ops`. So a new elementwise op is one line (`element
 
 Names are those of aten without their overload ("add"); ops of other libraries, the runtime's and
 the user's are named in full ("runtime.dropout"). What differs between the overloads of an op is
-said by overload: `rule={"Tensor": add, "Scalar": elementwise}`.
+given by overload: `rule={"Tensor": add, "Scalar": elementwise}`.
 
     capture/   canonical, write_back, dense, gradient, result
     rules/     rule, keyed
     lower/     localize, dense, fresh, folds_bias, delays_weights
     emit/      operator, prints, reads and what belongs to them, chains, returns_list
     cost/      time: kernel, passes, operands, flops, collectives
-               memory: saved, saved_extra, flattens, view, turns, may_copy, keeps_order, back, work
+               memory: saved, saved_extra, flattens, view, turns, may_copy, keeps_order, back, work,
+               strided, keeps_storage
     verify/    runs
 """
 
@@ -73,7 +74,7 @@ Strides = tuple[int, ...]
 RuleSource = RuleFunction | str
 Rewriting = Callable[[TracedCall], list[str]]
 Saved = Callable[[LocalCall, Signature, Sequence[bool] | None], str | SavedForBackward | None]
-Work = Callable[[LocalCall, Signature], tuple[float, float]]
+Work = Callable[[LocalCall, Signature, Sequence[bool] | None], tuple[float, float]]
 Collectives = Callable[[LocalCall, Signature, Mapping[str, tuple[str, ...]], Mesh], list[AlgorithmCollective]]
 
 
@@ -100,12 +101,12 @@ class OpSpec:
     prints, reads   its call in generated code, written and read back; one is never derived from the other
     positional      how many arguments of `reads` are given by position
     keywords        keywords of the call that the op has other names for
-    unsaid          values that an op and its line may say or leave out, the one without the other
+    defaults          values that an op and its line may say or leave out, the one without the other
     unprinted       arguments for the plan, which a line does not have
     expects         arguments of a line that are not those of the op
     leaves_out      whether a line may leave out an argument
     chains          a view that prints as a method of its input, so that several may stand in one line
-    state           for a reshard that is said with a state (`dst=R`): the keyword
+    state           for a reshard that takes a state (`dst=R`): the keyword
     returns_list    it returns a list, be it of one tensor
     kernel          what runs it; for an op that is not aten's, None says: a matmul if it has the arithmetic of one
     passes          how often it goes over its tensors
@@ -115,9 +116,12 @@ class OpSpec:
                     that are integers; "0*" only if another input has a gradient; None: all that it may
     saved_extra     bytes that it saves beside its inputs and outputs
     flattens        it multiplies rows, and copies them first if they don't lie in one run
-    back            how backward makes the gradient of an input: "pass" hands on the one that comes in ("pass_same":
-                    if it is as large as the result), "free" makes one without memory, "fresh" a new tensor
-    work            what it allocates and lets go, forward and backward: in sizes of its result, or a function in bytes
+    back            how backward makes the gradient of each input, the last word for all that follow: "pass" passes on
+                    the one that comes in ("pass_same": if it is as large as the result), "free" makes one that has
+                    no memory of its own, "fresh" a new tensor
+    work            what it allocates and releases, forward and backward: in sizes of its result, or a function in bytes
+    strided         its backward reads a gradient of any strides; others copy one that a sum has expanded
+    keeps_storage   its result is reduced in a storage that was allocated for all elements, and stays as large
     collectives     what its algorithms send
     runs            how a rank runs it, for ops of the runtime
     """
@@ -142,7 +146,7 @@ class OpSpec:
     reads: str | Reader | None = None
     positional: int | None = None
     keywords: Mapping[str, str] = field(default_factory=dict)
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     unprinted: tuple[str, ...] = ()
     expects: Callable[[Op, dict[str, Any], Mapping[str, str]], dict[str, Any]] | None = None
     leaves_out: Callable[[Op, str, Any], bool] | None = None
@@ -156,8 +160,10 @@ class OpSpec:
     saved: str | Saved | None = None
     saved_extra: Callable[[LocalCall, Signature], float] | None = None
     flattens: bool = False
-    back: Literal["fresh", "pass", "pass_same", "free"] = "fresh"
+    back: str = "fresh"
     work: tuple[float, float] | Work = (0.0, 0.0)
+    strided: bool = False
+    keeps_storage: bool = False
     collectives: Collectives | None = None
     runs: Callable[[RankRun, RuntimeArguments], Any] | None = None
 
@@ -174,6 +180,15 @@ class OpSpec:
 UNKNOWN = OpSpec()
 _SPECS: dict[str, OpSpec] = {}
 _BY_TARGET: dict[str, OpSpec] = {}  # as they were asked for
+
+
+def input_work(forward: float, backward: float) -> Work:
+    """Transient memory in sizes of the first input, where the result is smaller."""
+
+    def work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+        return forward * call.inputs[0].bytes, backward * call.inputs[0].bytes
+
+    return work
 
 
 def define(names: str, **fields: Any) -> OpSpec:

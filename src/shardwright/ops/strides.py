@@ -48,7 +48,7 @@ def reshaped(op: Op, shape: Strides, strides: Strides, after: Strides) -> Stride
 
 
 def as_it_is(op: Op, shape: Strides, strides: Strides, after: Strides) -> Strides | None:
-    """Of parts, and of what nobody has said otherwise."""
+    """Of parts, and of what nobody has defined otherwise."""
     return strides if len(strides) == len(after) else contiguous(after)
 
 

@@ -92,7 +92,7 @@ def cell(call: OpCall) -> Rule | None:
 
 
 def canonical_cross(call: TracedCall) -> list[str]:
-    """Without a dim it is the first of size 3, which on a piece might be another one."""
+    """Without a dim it is the first of size 3, which on a shard might be another one."""
     if call.arguments.get("dim") is not None:
         return call.keep()
     return call.emit(**call.arguments | {"dim": call.info.shape.index(3)})

@@ -1,7 +1,7 @@
 """Ops that are calls of the user's own Python: opaque submodules, branches and loops over data.
 
 They have no rule, and so run replicated on every device, except for an opaque submodule that is
-said to have independent rows (dim 0 of what it takes and returns may be split) and a layer
+declared to have independent samples (dim 0 of what it takes and returns may be split) and a layer
 of experts, which brings its rule along.
 """
 
@@ -62,7 +62,7 @@ def has_experts(op: Op) -> bool:
 
 
 def local_opaque(program: ProgramOnRank, op: Op) -> Op:
-    """Where its rows are split, a part draws other random numbers on every rank; split experts are found by theirs."""
+    """Where its samples are split, a part draws other random numbers per rank; split experts are found by theirs."""
     split = [axis for axis in cut_axes(program.layouts[op.outputs[0]]) if not program.varies_in_time(axis)]
     axes = in_mesh_order(program, tuple(split))
     op = op.with_arguments(axes=axes) if axes else op
@@ -73,7 +73,7 @@ def local_opaque(program: ProgramOnRank, op: Op) -> Op:
     if len(expert_shards[0]) > 1:
         raise LoweringError(f"{op}: experts can be split on one axis only")
     (shard,) = expert_shards[0]
-    return replace(op, target="runtime.experts").with_arguments(home=(shard.axis,), sharding=shard)
+    return replace(op, target="runtime.experts").with_arguments(expert_axes=(shard.axis,), sharding=shard)
 
 
 # -- in generated code
@@ -86,8 +86,8 @@ def print_opaque(p: Printing) -> str:
     passed = [f'"{name}": {p.show(slot)}' for name, slot in zip(p.literal("names"), p.literal("state"), strict=True)]
     shown += [f"state={{{', '.join(passed)}}}"] if passed else []
     shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
-    if p.literal("home"):
-        shown += [f"home={axes_text(p.literal('home'))}", f"sharding={p['sharding']}"]
+    if p.literal("expert_axes"):
+        shown += [f"expert_axes={axes_text(p.literal('expert_axes'))}", f"sharding={p['sharding']}"]
         return f"self.experts({', '.join(shown)})"
     return f"self.opaque({', '.join(shown)})"
 
@@ -178,7 +178,7 @@ def run_experts(run: RankRun, a: RuntimeArguments) -> Any:
             return run.call_opaque(a, tensors)
 
     hidden, index, weights = a["tensors"]
-    return run.experts(layer, hidden, index, weights, run.group(a["home"]), a["sharding"])
+    return run.experts(layer, hidden, index, weights, run.group(a["expert_axes"]), a["sharding"])
 
 
 # -- cost

@@ -5,7 +5,7 @@
     until no bound is lower           than the best so far: the other meshes are pruned by their bound
 
 A solution comes with a lower bound over all meshes, so that the gap says how much could be left at most. What is left
-out of the search is said in the plan's notes: see `spaces` and `meshes`.
+out of the search is listed in the plan's notes: see `spaces` and `meshes`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _MeshSearch:
         options, limits = self.options, bind(constraints, self.analysis)
         return SearchContext(
             self.analysis, self.cluster, self.training, limits,
-            size=self.size, rows=options.data_only, recompute=options.recompute, like=like,
+            size=self.size, per_replica=options.data_only, recompute=options.recompute, like=like,
         )  # fmt: skip
 
     def late(self) -> bool:
@@ -238,22 +238,33 @@ class _MeshSearch:
     def _fill(self, best: MeshResult) -> MeshResult:
         """The same with less in reserve, where the plan needs less than there is.
 
-        A leaner plan has less transient memory; and where there is little, sums count what never coexists.
+        A leaner plan has less transient memory; and where there is little, sums count what never coexists. The last try
+        is a sum far beyond the limit, since a plan of another kind may have its peak elsewhere.
         """
         known, tried = self.reserve, best
         for _ in range(REFILLS):
-            self.reserve = tried.transient
-            if known - self.reserve < WORTH * self.limit or best.bound >= self.upper:
+            reserve = tried.transient
+            refilled = self._refilled(tried, known, reserve)
+            if refilled is None:
                 break
-            refilled = self._solve(tried, rough=False)
-            if refilled.solution is None or refilled.solution.states is None or refilled.time >= best.time:
-                break
-            tried = replace(refilled, memory=self._memory(refilled))
+            tried = refilled
             if tried.needs <= self.limit:
-                best = self.best = tried
-                known = self.reserve
-        self.reserve = known
+                best, known = tried, reserve
+        beyond = self._refilled(best, known, -OVERSTATED * self.limit)
+        if beyond is not None and beyond.needs <= self.limit:
+            best = beyond
+        self.best, self.reserve = best, known
         return best
+
+    def _refilled(self, tried: MeshResult, known: float, reserve: float) -> MeshResult | None:
+        """A faster solution with less in reserve than is known to fit, and its memory; None where there is none."""
+        if known - reserve < WORTH * self.limit or tried.bound >= self.upper:
+            return None
+        self.reserve = reserve
+        result = self._solve(tried, rough=False)
+        if result.solution is None or result.solution.states is None or self.best is None:
+            return None
+        return replace(result, memory=self._memory(result)) if result.time < self.best.time else None
 
     def _memory(self, result: MeshResult) -> MemoryPeak:
         assert result.solution is not None and result.solution.states is not None
@@ -321,8 +332,9 @@ class _MeshSearch:
         outputs = self._output_bytes()
         if outputs > self.limit:
             return PlanError(
-                f"{model} its outputs alone, which every device gets whole, take {format_bytes(outputs)}, and there are "
-                f'{there} on a device; leave them sharded and return the loss alone: CompileOptions(outputs="scalars")'
+                f"{model} its outputs alone, which every device gets whole, take {format_bytes(outputs)}, and there "
+                f"are {there} on a device; leave them sharded and return the loss alone: "
+                'CompileOptions(outputs="scalars")'
             )
         return PlanError(
             f"{model} the leanest plan that was found needs {format_bytes(least + reserve)} on a device, and there are "

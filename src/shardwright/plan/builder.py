@@ -20,7 +20,7 @@ from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
 from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
-from ..rules import FAN, ROWS, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
+from ..rules import FAN, PASS_PARTIAL, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
 from ..storage import Storage, parse_storage
 from .plan import Plan, PlanStage
 from .strings import outer_of
@@ -141,11 +141,11 @@ class PlanBuilder:
                 why = self.signature(op).why
                 self.note(f"{op} has no rule and runs replicated on every device{f': {why}' if why else ''}")
         self._note_probed()
-        if self.storage:  # said of every parameter, so that a star in the file takes in none that is left alone
+        if self.storage:  # given for every parameter, so that a star in the file takes in none that is left alone
             for parameter in self.graph.parameters:
                 self.storage.setdefault(parameter.key, {})
         regions_of(self.graph, self.recomputed)  # refuses what can't be
-        segment = PlanStage(
+        stage = PlanStage(
             mesh=self.mesh,
             choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops},
             recompute=tuple(self.recomputed),
@@ -155,7 +155,7 @@ class PlanBuilder:
             policy=policy,
             cluster=cluster,
             fingerprints={self.graph.entry: self.graph.fingerprint},
-            entries={self.graph.entry: (segment,)},
+            entries={self.graph.entry: (stage,)},
             storage=self._stored(),
             notes=tuple(dict.fromkeys(self.notes)),
         )
@@ -215,7 +215,7 @@ class PlanBuilder:
             if self.chosen(op, axis) is None:
                 group = self._open_group(op, partial, sinks, axis)
                 if group is not None:
-                    self.choices.setdefault(op.name, {})[axis.name] = f"{ROWS}{group}"
+                    self.choices.setdefault(op.name, {})[axis.name] = f"{PASS_PARTIAL}{group}"
             choice = self.chosen(op, axis)
             if choice is not None:
                 _, outputs = self.signature(op).layouts({axis.name: choice}, self.mesh)

@@ -3,7 +3,7 @@
     - {axis: tp, size: 8, inside: node}                     the mesh has an axis tp (size and inside may be left out)
     - {axis: dp, splits: batch}                             and an axis dp that splits the batch and nothing else
     - {module: "model.layers.*.mlp.up", split: n, on: tp}   ops there that have the label n are split on it
-    - {class: LlamaRMSNorm, whole: true, on: tp}            ops there are not split on tp; without `on`, on no axis
+    - {class: LlamaRMSNorm, replicated: true, on: tp}            ops there are not split on tp; without `on`, on no axis
     - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
     - {memory: 70GiB}                                       memory limit of a device
     - {module: "model.layers.0", recompute: false}          not recomputed in backward (true: has to be)
@@ -28,13 +28,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
-
 from ..cluster import quantity
-from ..cluster.file import StrictLoader
 from ..errors import PlanError, ScheduleError, raise_all
+from ..formats import StrictLoader, integer, read_yaml, show
 from ..ir import Op
 from ..ir.paths import prefixes
+from ..layout import MOST_DEVICES
 from ..rules import without_stripes
 from ..schedule import schedule_kind
 
@@ -217,12 +216,7 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
 def _load(path: str | Path) -> Any:
     if not str(path).endswith((".yaml", ".yml")):
         raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader) or []
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not YAML: {error}") from error
+    return read_yaml(path, PlanError, _Loader) or []
 
 
 def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
@@ -240,7 +234,7 @@ _TARGET = ("module", "class", "op")
 _FIELDS = {
     "axis": ("size", "inside", "splits"),
     "split": (*_TARGET, "on"),
-    "whole": (*_TARGET, "on"),
+    "replicated": (*_TARGET, "on"),
     "together": _TARGET,
     "memory": (),
     "recompute": ("module", "class"),
@@ -252,6 +246,7 @@ _FIELDS = {
 }
 """What an entry asks for, and its other fields."""
 _AXIS = re.compile(r"[a-z]p\d?")
+MOST_STAGES = 2**16  # and microbatches
 
 
 class _Reader:
@@ -265,6 +260,9 @@ class _Reader:
             self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
             return None
         source = ConstraintSource(text=_shown(data), where=where)
+        if "whole" in data:
+            self.faults.append(f"{source}: whole is called replicated now; write replicated: true")
+            return None
         verbs = [key for key in data if key in _FIELDS]
         if len(verbs) != 1:
             request = f"asks for {' and '.join(verbs)}" if verbs else "asks for nothing"
@@ -274,7 +272,7 @@ class _Reader:
         strange = [str(key) for key in data if key != verb and key not in _FIELDS[verb]]
         if strange:
             fields = ", ".join(_FIELDS[verb]) or "nothing"
-            self.faults.append(f"{source}: {', '.join(strange)} can't be said with {verb}, only {fields}")
+            self.faults.append(f"{source}: {', '.join(strange)} can't be combined with {verb}, only {fields}")
         before = len(self.faults)
         read = getattr(self, f"_{verb}")
         constraint: Constraint | None = read(data, source)
@@ -284,8 +282,8 @@ class _Reader:
         name, size = data["axis"], data.get("size")
         if not isinstance(name, str) or not _AXIS.fullmatch(name):
             self.faults.append(f"{source}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
-            self.faults.append(f"{source}: {size!r} is no size of an axis; it is 2 or more")
+        if size is not None and integer(2, MOST_DEVICES)(size):
+            self.faults.append(f"{source}: {show(size)} is no size of an axis; it is 2 or more, up to {MOST_DEVICES}")
         self._is_one_of(data, "inside", ["node"], source)
         self._is_one_of(data, "splits", ["batch"], source)
         return AxisConstraint(name=str(name), size=size, inside="inside" in data, data="splits" in data, source=source)
@@ -297,14 +295,14 @@ class _Reader:
             target=self._target(data, source), label=str(data["split"]), on=self._on(data, source), source=source
         )
 
-    def _whole(self, data: Mapping[str, Any], source: ConstraintSource) -> ReplicateConstraint:
-        self._is_one_of(data, "whole", [True], source)
+    def _replicated(self, data: Mapping[str, Any], source: ConstraintSource) -> ReplicateConstraint:
+        self._is_one_of(data, "replicated", [True], source)
         return ReplicateConstraint(target=self._target(data, source), on=self._on(data, source), source=source)
 
     def _together(self, data: Mapping[str, Any], source: ConstraintSource) -> SameSplitConstraint:
         self._is_one_of(data, "together", [True], source)
         if "module" not in data and "class" not in data:
-            self.faults.append(f"{source}: together is said of modules; name them by module or class")
+            self.faults.append(f"{source}: together is for modules; name them by module or class")
         return SameSplitConstraint(target=self._target(data, source), source=source)
 
     def _memory(self, data: Mapping[str, Any], source: ConstraintSource) -> MemoryConstraint:
@@ -332,8 +330,8 @@ class _Reader:
     def _count(self, data: Mapping[str, Any], source: ConstraintSource) -> PipelineConstraint:
         (what,) = (key for key in data if key in ("stages", "microbatches"))
         value = data[what]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.faults.append(f"{source}: {value!r} is no number of {what}; it is 1 or more")
+        if integer(1, MOST_STAGES)(value):
+            self.faults.append(f"{source}: {show(value)} is no number of {what}; it is 1 or more, up to {MOST_STAGES}")
             value = 1
         return PipelineConstraint(what=what, value=value, source=source)
 
@@ -397,4 +395,4 @@ class _Loader(StrictLoader):
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|false"), list("tf"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|false)$"), list("tf"))

@@ -23,7 +23,7 @@ from .tables import Tables
 
 
 class SearchContext:
-    """A graph on a cluster under limits. `rows`: every axis splits the batch, every group returns its own samples."""
+    """A graph on a cluster under limits. `per_replica`: all axes split the batch, groups return their own samples."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class SearchContext:
         limits: Limits,
         *,
         size: int | None = None,
-        rows: bool = False,
+        per_replica: bool = False,
         recompute: bool = True,
         like: SearchContext | None = None,
     ) -> None:
         """`like`: another context of the graph, whose structure is reused if the limits allow it."""
         self.analysis, self.cluster, self.training, self.limits = analysis, cluster, training, limits
-        self.size, self.rows, self.recompute = size, rows, recompute
+        self.size, self.per_replica, self.recompute = size, per_replica, recompute
         self._like = like if like is not None and self._is_like(like) else None
         self._first: dict[int, Tables] = {}  # of each structure: later meshes reuse its elimination steps
 
@@ -88,8 +88,8 @@ class SearchContext:
         return recomputable(self.analysis)
 
     def candidates(self) -> Iterator[MeshCandidate]:
-        base = list(candidates(self.cluster, self.size, data_only=self.rows))
-        return name_axes(base, self.limits.axes, self.cluster, self.rows)
+        base = list(candidates(self.cluster, self.size, data_only=self.per_replica))
+        return name_axes(base, self.limits.axes, self.cluster, self.per_replica)
 
     def tables(self, skeleton: ProblemStructure, candidate: MeshCandidate, like: Tables | None = None) -> Tables | None:
         """The numbers of one mesh; None if the constraints leave an op or a layer no option on it.
@@ -100,7 +100,9 @@ class SearchContext:
         if like is not None:
             if not all(skeleton.layers.values()):
                 return None
-            return self._remember(Tables(skeleton, like.spaces, like.storing, like.rows, like, self._other(skeleton)))
+            return self._remember(
+                Tables(skeleton, like.spaces, like.storing, like.replica_axes, like, self._other(skeleton))
+            )
         spaces = ChoiceSpaces(
             kinds, ReshardTables(candidate.mesh, self.cluster),
             data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
@@ -108,7 +110,7 @@ class SearchContext:
         constrained = {kinds.of[name] for name in (*limits.demands, *limits.together)}
         if not all(spaces.of(kind).size for kind in constrained) or not all(skeleton.layers.values()):
             return None
-        replica_axes, storing = candidate.data if self.rows else (), StoragePricing(spaces, most=limits.most)
+        replica_axes, storing = candidate.data if self.per_replica else (), StoragePricing(spaces, most=limits.most)
         return self._remember(Tables(skeleton, spaces, storing, replica_axes, other=self._other(skeleton)))
 
     def _other(self, skeleton: ProblemStructure) -> Tables | None:

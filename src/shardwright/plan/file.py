@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import LayoutError, PlanError, raise_all
+from ..formats import parse_json, raise_faults, read_json
 from ..ir import Graph
 from ..layout import Axis, Mesh
 from ..storage import Storage, parse_storage
 from .folding import uncover, unfold, unfold_paths
-from .plan import VERSION, Plan, PlanStage
+from .plan import Plan, PlanStage
+from .schema import plan_faults, upgraded
 
 
 def load(path: str | Path, graph: Graph) -> Plan:
     """Read a plan file for a graph; every fault of the file is named at once."""
-    return read(Path(path).read_text(), graph, path)
+    return _plan(read_json(path, PlanError), graph, path)
 
 
 def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
     """Read the text of a plan file for a graph."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{path} is not JSON: {error}") from error
-    validate(data, path)
+    return _plan(parse_json(text, path, PlanError), graph, path)
+
+
+def _plan(data: Any, graph: Graph, path: str | Path) -> Plan:
+    data = validated(data, path)
     entries: dict[str, tuple[PlanStage, ...]] = {}
-    for entry, segments in data["entries"].items():
+    for entry, stages in data["entries"].items():
         if entry == graph.entry:
             known = data["fingerprints"].get(entry)
             if known != graph.fingerprint and known is not None:
                 _refuse(data, entry, graph)
-            entries[entry] = _segments(data, segments, graph, path)
+            entries[entry] = _stages(data, stages, graph, path)
     keys = [key for parameter in graph.parameters for key in parameter.keys]
     storage = read_storage(unfold(data["storage"], keys), path)
     return Plan(
@@ -65,48 +66,48 @@ def read_storage(written: Mapping[str, Any], path: str | Path) -> dict[str, Stor
     return storage
 
 
-def mesh_of(data: Mapping[str, Any], segment: Mapping[str, Any]) -> Mesh:
-    """The mesh of a segment: its own, or the plan's if there is one segment."""
-    axes = segment.get("mesh", data["mesh"])
+def mesh_of(data: Mapping[str, Any], stage: Mapping[str, Any]) -> Mesh:
+    """The mesh of a stage: its own, or the plan's if there is one stage."""
+    axes = stage.get("mesh", data["mesh"])
     named = tuple(Axis(name=name, size=size) for name, size in axes.items())
-    return Mesh(axes=named, devices=tuple(segment.get("devices", ())))
+    return Mesh(axes=named, devices=tuple(stage.get("devices", ())))
 
 
-def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[PlanStage, ...]:
+def _stages(data: Any, entries: list[Any], graph: Graph, path: str | Path) -> tuple[PlanStage, ...]:
     names = [op.name for op in graph.ops]
-    parts = [uncover(segment["ops"], names) if "ops" in segment else names for segment in segments]
-    meshes = _meshes(data, segments, path)
+    parts = [uncover(stage["ops"], names) if "ops" in stage else names for stage in entries]
+    meshes = _meshes(data, entries, path)
     stage_of: dict[str, int] = {}
     faults: list[str] = []
     for number, own in enumerate(parts):
-        faults += [f"{name!r} is in segments {stage_of[name]} and {number}" for name in own if name in stage_of]
+        faults += [f"{name!r} is in stages {stage_of[name]} and {number}" for name in own if name in stage_of]
         stage_of |= dict.fromkeys(own, number)
-    faults += [f"{name!r} is in no segment" for name in names if name not in stage_of]
+    faults += [f"{name!r} is in no stage" for name in names if name not in stage_of]
     raise_all(PlanError, f"{path} does not fit the model:", faults)
     stages = []
-    for number, (segment, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):
-        where = f"segment {number}" if len(segments) > 1 else "the model"
+    for number, (stage, own, mesh) in enumerate(zip(entries, parts, meshes, strict=True)):
+        where = f"stage {number}" if len(entries) > 1 else "the model"
         inside = dict.fromkeys(own)
         paths = [at for at, ops in graph.under.items() if any(op.name in inside for op in ops)]
         stages.append(
             PlanStage(
                 mesh=mesh,
-                choices={name: {} for name in own} | unfold(segment["choices"], own, where),
-                recompute=unfold_paths(segment["recompute"], paths, where),
+                choices={name: {} for name in own} | unfold(stage["choices"], own, where),
+                recompute=unfold_paths(stage["recompute"], paths, where),
             )
         )
     return tuple(stages)
 
 
-def _meshes(data: Any, segments: list[Any], path: str | Path) -> list[Mesh]:
-    """The meshes of segments, of which a device is in one only."""
+def _meshes(data: Any, stages: list[Any], path: str | Path) -> list[Mesh]:
+    """The meshes of stages, of which a device is in one only."""
     meshes: list[Mesh] = []
     faults: list[str] = []
-    for number, segment in enumerate(segments):
+    for number, stage in enumerate(stages):
         try:
-            meshes.append(mesh_of(data, segment))
+            meshes.append(mesh_of(data, stage))
         except LayoutError as error:
-            faults.append(f"segment {number}: {error}")
+            faults.append(f"stage {number}: {error}")
     mesh_of_device: dict[int, Mesh] = {}
     for mesh in meshes:
         faults += [
@@ -116,62 +117,20 @@ def _meshes(data: Any, segments: list[Any], path: str | Path) -> list[Mesh]:
         ]
     if sorted(mesh_of_device) != list(range(len(mesh_of_device))):
         faults.append(f"devices are numbered from 0 on, and these are {', '.join(map(str, sorted(mesh_of_device)))}")
-    raise_all(PlanError, f"{path} puts segments where they can't be:", faults)
+    raise_all(PlanError, f"{path} puts stages where they can't be:", faults)
     return meshes
 
 
 def _refuse(data: Any, entry: str, graph: Graph) -> None:
     """Say what changed between the graph that a plan is for and the one at hand."""
-    loose = tuple(
-        PlanStage(mesh=mesh_of(data, segment), choices=segment["choices"]) for segment in data["entries"][entry]
-    )
+    loose = tuple(PlanStage(mesh=mesh_of(data, stage), choices=stage["choices"]) for stage in data["entries"][entry])
     Plan(
         model=data["model"], policy="", cluster="", fingerprints=data["fingerprints"], entries={entry: loose}
     ).check_against(graph)
 
 
-_SCHEMA: dict[str, type] = {
-    "version": int,
-    "model": str,
-    "policy": str,
-    "cluster": str,
-    "mesh": dict,
-    "microbatches": int,
-    "fingerprints": dict,
-    "storage": dict,
-    "entries": dict,
-    "notes": list,
-    "predicted": dict,
-}
-_OPTIONAL: dict[str, type] = {"schedule": str, "steps": dict, "local": bool}
-_SEGMENT = {"choices", "recompute"}
-_PLACED = _SEGMENT | {"mesh", "devices", "ops"}
-
-
-def validate(data: Any, path: str | Path) -> None:
-    if not isinstance(data, dict):
-        raise PlanError(f"{path} is not a plan: it holds a {type(data).__name__}, not an object")
-    faults = [f"{key!r} is missing" for key in _SCHEMA if key not in data]
-    faults += [f"{key!r} is unknown" for key in data if key not in _SCHEMA | _OPTIONAL]
-    faults += [
-        f"{key!r} should be a {kind.__name__}, is {type(data[key]).__name__}"
-        for key, kind in (_SCHEMA | _OPTIONAL).items()
-        if key in data and not isinstance(data[key], kind)
-    ]
-    if data.get("version") not in (None, VERSION):
-        faults.append(f"it has version {data['version']}, this program reads version {VERSION}")
-    if isinstance(data.get("mesh"), dict):
-        faults += [f"axis {k!r} has size {v!r}" for k, v in data["mesh"].items() if not isinstance(v, int) or v < 1]
-    entries = data.get("entries")
-    for entry, segments in entries.items() if isinstance(entries, dict) else ():
-        if not isinstance(segments, list) or not all(isinstance(segment, dict) for segment in segments):
-            faults.append(f"entry {entry!r} should be a list of objects, one for each segment")
-            continue
-        wanted = _SEGMENT if len(segments) == 1 else _PLACED
-        faults += [
-            f"entry {entry!r}, segment {number}: should have {', '.join(sorted(wanted))}, "
-            f"has {', '.join(sorted(segment))}"
-            for number, segment in enumerate(segments)
-            if set(segment) != wanted
-        ]
-    raise_all(PlanError, f"{path} is not a valid plan:", faults)
+def validated(data: Any, path: str | Path) -> Any:
+    """The data of a plan, of this version; what is not a plan is refused, with all that is wrong with it."""
+    data = upgraded(data)
+    raise_faults(PlanError, f"{path} is not a valid plan:", plan_faults(data))
+    return data

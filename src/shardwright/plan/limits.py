@@ -181,7 +181,7 @@ class _Binder:
             self.axes.setdefault(item.on, ())
         adders: dict[type, Callable[..., None]] = {
             SplitConstraint: self._split,
-            ReplicateConstraint: self._whole,
+            ReplicateConstraint: self._replicated,
             SameSplitConstraint: self._together,
             RecomputeConstraint: self._recompute,
             ZeroConstraint: self._zero,
@@ -238,7 +238,7 @@ class _Binder:
                 atoms.update(analysis.atoms.splittable(analysis.dims[value.name][1]))
         return atoms - analysis.batch
 
-    def _whole(self, item: ReplicateConstraint, ops: Sequence[Op]) -> None:
+    def _replicated(self, item: ReplicateConstraint, ops: Sequence[Op]) -> None:
         for op in ops:
             self._demand(op, ChoiceDemand(RUN_WHOLE, item.on))
 

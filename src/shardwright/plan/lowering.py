@@ -29,11 +29,11 @@ ParameterLayouts = Mapping[str, Layout]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTransfer:
-    """A value that goes from a segment to a later one, and its gradient back. Shapes are those of a microbatch."""
+    """A value that goes from a stage to a later one, and its gradient back. Shapes are those of a microbatch."""
 
     value: str
-    giver: int
-    taker: int
+    sender: int
+    receiver: int
     shape: tuple[int, ...]
     dtype: str
     gradient: bool
@@ -46,7 +46,7 @@ class ModelOutput:
     """An output of the model, and how it is made of what the microbatches give."""
 
     value: str
-    segment: int
+    stage: int
     path: str
     how: Literal["sum", "cat", "same", "mean"]
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePrograms:
-    """The programs of all segments of one entry."""
+    """The programs of all stages of one entry."""
 
     plan: Plan
     graph: Graph
@@ -69,7 +69,7 @@ class PipelinePrograms:
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
-        return frozenset((transfer.giver, transfer.taker) for transfer in self.passages)
+        return frozenset((transfer.sender, transfer.receiver) for transfer in self.passages)
 
 
 def lower(
@@ -181,7 +181,7 @@ def place_stages(
             entering={
                 crossing.value: _time_of(analysis, stages, crossing, meshes)
                 for crossing in staged.crossings
-                if crossing.taker == number
+                if crossing.receiver == number
             },
             leaving=_wanted(graph, analysis, stages, meshes, number, staged.crossings, received),
             title=f"stage {number} of {len(stages)}" if len(stages) > 1 else "",
@@ -201,17 +201,17 @@ def place_stages(
 def _header(number: int, crossings: Sequence[StageValue]) -> Iterator[str]:
     """Lines for the head of a file: the values received and sent."""
     for crossing in crossings:
-        if crossing.taker == number:
-            yield f"receives   {word_of(crossing.value)} from stage {crossing.giver}"
+        if crossing.receiver == number:
+            yield f"receives   {word_of(crossing.value)} from stage {crossing.sender}"
     for crossing in crossings:
-        if crossing.giver == number:
-            yield f"sends      {word_of(crossing.value)} to stage {crossing.taker}"
+        if crossing.sender == number:
+            yield f"sends      {word_of(crossing.value)} to stage {crossing.receiver}"
 
 
-def _with_others(segments: Sequence[PlanStage], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:
-    """The choices of a segment's ops; those that it runs beside their own segment do as there, as far as axes go."""
-    own, axes = segments[number].choices, {*segments[number].mesh.names, MB}
-    others = {name: choice for segment in segments for name, choice in segment.choices.items()}
+def _with_others(stages: Sequence[PlanStage], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:
+    """The choices of a stage's ops; those that it runs beside their own stage do as there, as far as axes go."""
+    own, axes = stages[number].choices, {*stages[number].mesh.names, MB}
+    others = {name: choice for stage in stages for name, choice in stage.choices.items()}
     return {
         op.name: own[op.name] if op.name in own else {a: r for a, r in others[op.name].items() if a in axes}
         for op in graph.ops
@@ -219,16 +219,16 @@ def _with_others(segments: Sequence[PlanStage], number: int, graph: Graph) -> di
 
 
 def _produced(
-    analysis: Analysis, segments: Sequence[PlanStage], value: str, number: int, meshes: Sequence[Mesh]
+    analysis: Analysis, stages: Sequence[PlanStage], value: str, number: int, meshes: Sequence[Mesh]
 ) -> Layout:
     maker = analysis.graph.producer[value]
-    _, outputs = analysis.signatures[maker.name].layouts(segments[number].choices[maker.name], meshes[number])
+    _, outputs = analysis.signatures[maker.name].layouts(stages[number].choices[maker.name], meshes[number])
     return outputs[maker.outputs.index(value)]
 
 
-def _time_of(analysis: Analysis, segments: Sequence[PlanStage], crossing: StageValue, meshes: Sequence[Mesh]) -> Layout:
+def _time_of(analysis: Analysis, stages: Sequence[PlanStage], crossing: StageValue, meshes: Sequence[Mesh]) -> Layout:
     """The layout of a value that crosses, over microbatches."""
-    produced = _produced(analysis, segments, crossing.value, crossing.giver, meshes)
+    produced = _produced(analysis, stages, crossing.value, crossing.sender, meshes)
     shards = [tuple(shard for shard in shards if shard.axis == MB) for shards in produced.shards]
     return make_layout(shards, {name: placement for name, placement in produced.rest if name == MB})
 
@@ -236,24 +236,24 @@ def _time_of(analysis: Analysis, segments: Sequence[PlanStage], crossing: StageV
 def _wanted(
     graph: Graph,
     analysis: Analysis,
-    segments: Sequence[PlanStage],
+    stages: Sequence[PlanStage],
     meshes: Sequence[Mesh],
     number: int,
     crossings: Sequence[StageValue],
     received: Mapping[tuple[str, int], Layout],
 ) -> dict[str, Layout | None]:
-    """How the values that leave a segment are to be given: as the first taker has them, if its mesh is like this."""
+    """How the values that leave a stage are to be given: as the first receiver has them, if its mesh is like this."""
     outputs = {output.value for output in graph.outputs}
     wanted: dict[str, Layout | None] = {}
     for crossing in crossings:
-        if crossing.giver != number or crossing.value in wanted:
+        if crossing.sender != number or crossing.value in wanted:
             continue
         if crossing.value in outputs:  # the model returns it replicated
-            produced = _produced(analysis, segments, crossing.value, number, meshes)
+            produced = _produced(analysis, stages, crossing.value, number, meshes)
             wanted[crossing.value] = in_time(replicated(len(produced.shards)), produced, meshes[number].sizes)
         else:
-            alike = meshes[crossing.taker].axes == meshes[number].axes
-            wanted[crossing.value] = received[crossing.value, crossing.taker] if alike else None
+            alike = meshes[crossing.receiver].axes == meshes[number].axes
+            wanted[crossing.value] = received[crossing.value, crossing.receiver] if alike else None
     return wanted
 
 
@@ -265,14 +265,14 @@ def _passage(
 ) -> StageTransfer:
     value = graph.values[crossing.value]
     sides = (
-        (placed.sent[crossing.value], meshes[crossing.giver]),
-        (placed.received[crossing.value, crossing.taker], meshes[crossing.taker]),
+        (placed.sent[crossing.value], meshes[crossing.sender]),
+        (placed.received[crossing.value, crossing.receiver], meshes[crossing.receiver]),
     )
     (shape, a), (_, b) = (_one_microbatch(layout, value.shape, mesh) for layout, mesh in sides)
     return StageTransfer(
         value=crossing.value,
-        giver=crossing.giver,
-        taker=crossing.taker,
+        sender=crossing.sender,
+        receiver=crossing.receiver,
         shape=shape,
         dtype=value.dtype,
         gradient=value.gradient,
@@ -291,7 +291,7 @@ def _one_microbatch(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[t
     parts = mesh.sizes[MB]
     small = tuple(size // parts if at == dim else size for at, size in enumerate(shape))
     shards = [[shard for shard in dim_shards if shard.axis != MB] for dim_shards in layout.shards]
-    if layout.shards[dim][0] != time:  # microbatches of each group's rows
+    if layout.shards[dim][0] != time:  # microbatches of each group's samples
         shards[dim] = [_shrunk(shard, parts) for shard in shards[dim]]
     return small, make_layout(shards, rest)
 
@@ -299,7 +299,7 @@ def _one_microbatch(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[t
 def _shrunk(shard: Shard, parts: int) -> Shard:
     (block,) = shard.blocks
     if block.outer != 1 or block.inner % parts:
-        raise LoweringError(f"microbatches of rows that {shard.axis} cuts as {shard} can't be sent")
+        raise LoweringError(f"microbatches of samples that {shard.axis} shards as {shard} can't be sent")
     return Shard(axis=shard.axis, blocks=(Block(1, block.size, block.inner // parts),))
 
 
@@ -329,7 +329,7 @@ def _exits(
         exits.append(
             ModelOutput(
                 value=output.value,
-                segment=number,
+                stage=number,
                 path=output.path,
                 how=how,
                 shape=shape,

@@ -39,7 +39,7 @@ class MeshCandidate:
 
 
 def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = False) -> Iterator[MeshCandidate]:
-    """Meshes over the first `size` devices of a cluster, all of them if it is not said."""
+    """Meshes over the first `size` devices of a cluster, all of them if it is not given."""
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     if count == 1:

@@ -75,7 +75,7 @@ def build_pipeline(
     pp_ranks = pipeline_ranks_of(stages)
     meshes = [replace(drawn[len(pp_rank)].mesh_inside, devices=pp_rank) for pp_rank in pp_ranks]
     policies = [(meshes[pp_rank], drawn[len(pp_ranks[pp_rank])].choices) for (pp_rank,) in kind.holders(len(stages))]
-    segments = tuple(
+    planned = tuple(
         PlanStage(
             mesh=mesh,
             choices={name: choices.get(name, {}) for name in part},
@@ -90,7 +90,7 @@ def build_pipeline(
         notes=tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
         policy=str(request),
         cluster=cluster,
-        entries={graph.entry: segments},
+        entries={graph.entry: planned},
         microbatches=count,
         schedule=kind.name,
         local=local,
@@ -162,7 +162,7 @@ def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> 
         raise PlanError(f"{count} microbatches split the batch, but the inputs have no common batch dim; use 1")
     samples = graph.batch * (count if local else 1)
     if count > samples:
-        raise PlanError(f"{count} microbatches are more than the batch has rows ({samples}); use {samples} at most")
+        raise PlanError(f"{count} microbatches are more than the batch has samples ({samples}); use {samples} at most")
     if samples % (count * replicas):
         fitting = [n for n in range(1, samples + 1) if samples % (n * replicas) == 0]
         raise PlanError(
@@ -180,7 +180,7 @@ def microbatches_of(plan: Plan, graph: Graph) -> int:
 
 
 def _meshes(plan: Plan) -> list[Mesh]:
-    return [segment.mesh for segment in plan.segments]
+    return [stage.mesh for stage in plan.stages]
 
 
 def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool = True) -> Schedule:
@@ -197,7 +197,7 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
         schedule = spread(kind.make(len(pp_ranks), count), pp_ranks)
     if schedule.holders != holders:
         raise PlanError(
-            f"the schedule {schedule.name} has segments on devices {_listed(schedule.holders)}, and the plan on "
+            f"the schedule {schedule.name} has stages on devices {_listed(schedule.holders)}, and the plan on "
             f"{_listed(holders)}; name another schedule, or cut the model as this one wants it"
         )
     return schedule
@@ -210,27 +210,27 @@ def _listed(pp_ranks: Sequence[Sequence[int]]) -> str:
 def continue_pipeline(plan: Plan, analysis: Analysis) -> Plan:
     """A pipeline with one more specialization: ops of the same names have the stage and split of the first."""
     graph, line = analysis.graph, OpSequence(analysis)
-    known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
-    parts = parts_like(line, known, len(plan.segments))
+    known = {name: number for number, stage in enumerate(plan.stages) for name in stage.choices}
+    parts = parts_like(line, known, len(plan.stages))
     count = 1 if plan.local else microbatches_of(plan, graph)
     drawn = {mesh: _again(plan, analysis, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
-    segments = tuple(
+    planned = tuple(
         PlanStage(
             mesh=stage.mesh,
             choices={name: drawn[stage.mesh].get(name, {}) for name in part},
             recompute=_recomputed(line, part, [path for path in stage.recompute if not faults_of(graph, path)]),
         )
-        for stage, part in zip(plan.segments, parts, strict=True)
+        for stage, part in zip(plan.stages, parts, strict=True)
     )
     return replace(
         plan,
-        entries={**plan.entries, graph.entry: segments},
+        entries={**plan.entries, graph.entry: planned},
         fingerprints={**plan.fingerprints, graph.entry: graph.fingerprint},
     )
 
 
 def parts_like(line: OpSequence, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
-    """All ops by segment, those on the line where they are known to be, others with what they read."""
+    """All ops by stage, those on the line where they are known to be, others with what they read."""
     stage_of: dict[str, int] = {}
     for op in line.ops:
         makers = [line.graph.producer.get(name) for name in op.inputs]
@@ -244,8 +244,8 @@ def _again(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int) -> Map
     builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
         split_in_time(builder, Axis(name=MB, size=microbatches))
-    for segment in plan.segments:
-        for name, choice in segment.choices.items() if segment.mesh == mesh else ():
+    for stage in plan.stages:
+        for name, choice in stage.choices.items() if stage.mesh == mesh else ():
             op = analysis.graph.by_name.get(name)
             if op is None or analysis.is_constant(op):
                 continue

@@ -2,7 +2,7 @@
 
 Ops are named by module path and kind. Where all layers of a list are split alike, the
 file says it once, with a star: "blocks.*.attn.qkv / linear". So does the list of modules
-that are recomputed in backward: "blocks.*" if all blocks are. A plan of several segments says
+that are recomputed in backward: "blocks.*" if all blocks are. A plan of several stages says
 for each which devices run it and which ops it has, by module where it has all of one.
 """
 
@@ -26,7 +26,7 @@ from ..rules import Choices
 from ..storage import Storage
 from .folding import cover, fold, star
 
-VERSION = 1
+VERSION = 2
 
 
 def _frozen(choices: Choices) -> Choices:
@@ -69,7 +69,7 @@ class Plan:
     entries: Mapping[str, tuple[PlanStage, ...]]
     storage: Mapping[str, Storage] = field(default_factory=dict)  # of each parameter, if any is sharded for storage
     microbatches: int = 1
-    schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
+    schedule: str = ""  # of the pipeline, if there are several stages or microbatches: "1f1b", ...
     steps: Mapping[str, Any] | None = None  # a custom schedule in full, as `Schedule.to_json` says it
     local: bool = False  # each microbatch is a batch of its own (PipelineOptions(semantics="local"))
     notes: tuple[str, ...] = ()
@@ -78,28 +78,28 @@ class Plan:
     as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
 
     @property
-    def segments(self) -> tuple[PlanStage, ...]:
+    def stages(self) -> tuple[PlanStage, ...]:
         """Those of the first entry, which decides where parameters are held."""
         return next(iter(self.entries.values()))
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the first segment."""
-        return self.segments[0].mesh
+        """The mesh of the first stage."""
+        return self.stages[0].mesh
 
     @property
     def size(self) -> int:
-        """How many devices there are in all segments."""
-        return len({device for segment in self.segments for device in segment.mesh.devices})
+        """How many devices there are in all stages."""
+        return len({device for stage in self.stages for device in stage.mesh.devices})
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether it runs by a schedule: in several segments, or in microbatches."""
-        return len(self.segments) > 1 or self.microbatches > 1
+        """Whether it runs by a schedule: in several stages, or in microbatches."""
+        return len(self.stages) > 1 or self.microbatches > 1
 
     def choices(self, entry: str) -> Choices:
-        """The ops that are split. A segment also lists those that are not, so that no star takes them in."""
-        choices = {name: choice for segment in self.entries[entry] for name, choice in segment.choices.items()}
+        """The ops that are split. A stage also lists those that are not, so that no star takes them in."""
+        choices = {name: choice for stage in self.entries[entry] for name, choice in stage.choices.items()}
         return MappingProxyType({name: choice for name, choice in choices.items() if choice})
 
     @property
@@ -146,22 +146,22 @@ class Plan:
             "entries": {
                 entry: [
                     {
-                        **(self._place(segments, number) if len(segments) > 1 else {}),
+                        **(self._place(stages, number) if len(stages) > 1 else {}),
                         "choices": {k: dict(v) for k, v in folded(s.choices).items() if v},
                         "recompute": list(s.recompute) if self.as_read else s.folded_recompute(),
                     }
-                    for number, s in enumerate(segments)
+                    for number, s in enumerate(stages)
                 ]
-                for entry, segments in self.entries.items()
+                for entry, stages in self.entries.items()
             },
             "notes": list(self.notes),
             "predicted": dict(self.predicted),
         }
 
-    def _place(self, segments: tuple[PlanStage, ...], number: int) -> dict[str, Any]:
-        """Where a segment of several runs, and which ops it has."""
-        mesh, own = segments[number].mesh, segments[number].choices
-        others = [name for at, stage in enumerate(segments) if at != number for name in stage.choices]
+    def _place(self, stages: tuple[PlanStage, ...], number: int) -> dict[str, Any]:
+        """Where a stage of several runs, and which ops it has."""
+        mesh, own = stages[number].mesh, stages[number].choices
+        others = [name for at, stage in enumerate(stages) if at != number for name in stage.choices]
         return {
             "mesh": {axis.name: axis.size for axis in mesh.axes},
             "devices": list(mesh.devices),

@@ -28,7 +28,7 @@ from .op_kinds import OpKinds
 from .plan import Plan
 from .problem_structure import EdgeEnd, EdgeTable, FactorEntry, OpTable, ProblemStructure, Table, UseTable
 from .search import solve
-from .spaces import ChoiceSpaces
+from .spaces import ChoiceSpaces, FixedChoices
 from .storage_options import StoragePricing
 from .tables import Tables
 
@@ -114,8 +114,8 @@ class PlanPrice:
             "for": dict(self.made_for),
             "seconds": _short(self.seconds),
             "compute": _short(self.compute),
-            "waited": _short(self.waited),
-            "beside": _short(self.overlapped),
+            "blocking": _short(self.waited),
+            "overlapped": _short(self.overlapped),
             "exposed": _short(self.exposed),
             "update": _short(self.update),
             "axes": [use.as_json() for use in self.axes],
@@ -128,7 +128,7 @@ class PlanPrice:
                     "count": sent.count,
                     "seconds": _short(sent.seconds),
                     "hidden": _short(sent.seconds * self.hidden(sent.when) if sent.overlapped else 0.0),
-                    "beside": sent.overlapped,
+                    "overlapped": sent.overlapped,
                 }
                 for sent in self.sent
             ],
@@ -146,7 +146,7 @@ def price(
     training: TrainingSetup,
     plan: Plan,
     *,
-    rows: tuple[str, ...] = (),
+    replica_axes: tuple[str, ...] = (),
     limit: float | None = None,
     memory: MemoryPeak | None = None,
 ) -> PlanPrice:
@@ -163,8 +163,8 @@ def price(
     decisions: dict[str, object] = {**choices, **plan.storage}
     kinds = OpKinds(analysis, training, decisions)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
-    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=choices)
-    tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=FixedChoices(choices))
+    tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), replica_axes)
     solution = solve(tables.problem())
     if solution.states is None:
         raise PlanError("the plan can't be priced: a parameter is used in layouts that no storage serves")
@@ -179,7 +179,7 @@ def price(
             "masters": training.masters,
             "precision": training.precision_name,
             "accumulate": training.accumulate,
-            "rows": list(rows),
+            "replica_axes": list(replica_axes),
             "outputs": _outputs(analysis.graph),
         },
         used=np.asarray(solution.resources),
@@ -336,9 +336,9 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
         for sent in algorithm_collectives(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
             time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
-                yield sent.when, sent.collective, sent.axes, time, False
+                yield sent.when, sent.collective, sent.axes, time, sent.overlapped
             if sent.when == "forward" and again:
-                yield "backward", sent.collective, sent.axes, time, False
+                yield "backward", sent.collective, sent.axes, time, sent.overlapped
 
 
 def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:

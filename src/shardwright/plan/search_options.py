@@ -27,7 +27,7 @@ class SearchOptions:
     local         each microbatch is a batch of its own, and the graph is that of one
     stop          returns True to end the search with the best so far
     constraints   what every plan has to satisfy
-    progress      is called with what is tried, as the search goes on
+    progress      is called with what is tried, as the search proceeds
     """
 
     memory: float | None = None

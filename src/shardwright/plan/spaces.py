@@ -3,7 +3,7 @@
 A space lists, for every axis, the op's roles, running replicated, and where it can pay
 
     FAN        an op of parameters only returns its gradients as pending sums
-    ROWS       a linear op lets a pending sum through
+    PASS_PARTIAL       a linear op lets a pending sum through
 
 Lossy pruning, listed in the plan's notes: on a mesh with several free axes an op is split on the batch, on the sequence
 (any label without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic in its layer.
@@ -30,7 +30,7 @@ from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
 from ..ops.contexts import AlgorithmCollective
-from ..rules import FAN, ROWS, Role, Signature, without_stripes
+from ..rules import FAN, PASS_PARTIAL, Role, Signature, without_stripes
 from .constraints import ChoiceDemand
 from .op_kinds import OpKinds
 
@@ -67,6 +67,14 @@ Measured = tuple[ChoiceSpace, tuple[tuple[AlgorithmCollective, ...], ...]]
 """A space without what ops send by themselves, and that, in each state."""
 
 
+@dataclass(frozen=True, slots=True)
+class FixedChoices:
+    """The choice of every op, if it is known. Those in `free` may do all they can beside it, without pruning."""
+
+    choices: Mapping[str, Mapping[str, str]] | None = None
+    free: Collection[str] = ()
+
+
 class ChoiceSpaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
 
@@ -76,26 +84,23 @@ class ChoiceSpaces:
         moves: ReshardTables,
         *,
         data: Iterable[str] = (),
-        fixed: Mapping[str, Mapping[str, str]] | None = None,
+        fixed: FixedChoices = FixedChoices(),
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
-        free: Collection[str] = (),
         demands: Mapping[str, Sequence[ChoiceDemand]] | None = None,
         twins: Iterable[Iterable[int]] = (),
         like: ChoiceSpaces | None = None,
     ) -> None:
-        """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
-
-        `free`: ops that may do all they can, without pruning, beside what is fixed.
+        """`data`: axes that split the batch and nothing else. `fixed`: what is known of the choices.
 
         `allowed`: for some ops on some axes the choices that are tried, if there are such ("" is not split).
-        `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
+        `demands`: what users ask of some ops; a space may come out empty. What is known of ops in these three has
         to be known to `kinds` too. `twins`: kinds that have the choices that all of them have, in the same order.
         `like`: spaces that differ in nothing but where in the cluster the mesh lies.
         """
         self.kinds, self.analysis, self.moves, self.mesh = kinds, kinds.analysis, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
-        self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
-        self.free = frozenset(free)
+        self.data, self.allowed = frozenset(data), allowed or {}
+        self.fixed, self.free = fixed.choices, frozenset(fixed.free)
         self.demands = demands or {}
         self.twins = {kind: group for group in map(tuple, twins) for kind in group}
         self._known: dict[int, ChoiceSpace] = {}
@@ -150,9 +155,10 @@ class ChoiceSpaces:
             return space
         used = space.used.copy()
         for state, sent in enumerate(sends):
-            for kind, bytes, axes, when in sent:
-                at = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
-                used[state, at] += self.moves.waited(kind, bytes, axes)
+            for message in sent:
+                how = "BESIDE" if message.overlapped else "SEND"
+                at = Resource[f"{how}_{message.when.upper()}"]
+                used[state, at] += self.moves.waited(*message[:3])
         return replace(space, used=used)
 
     def _measure(self, op: Op) -> Measured:
@@ -230,7 +236,7 @@ class ChoiceSpaces:
         picks = [*([] if data and roles and not unsplit_demanded else [""]), *roles]
         if op.name in self.kinds.lean:
             picks.append(FAN)
-        picks += [f"{ROWS}{group}" for group in self._rows(op, signature)]
+        picks += [f"{PASS_PARTIAL}{group}" for group in self._rows(op, signature)]
         known = self.allowed.get(op.name, {}).get(axis.name)
         allowed = picks if known is None else [*map(without_stripes, known)]
         return [pick for pick in picks if pick in allowed or without_stripes(pick) in allowed] or picks

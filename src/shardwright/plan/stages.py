@@ -32,8 +32,8 @@ class StageValue:
     """A value that one stage produces and a later one reads."""
 
     value: str
-    giver: int
-    taker: int
+    sender: int
+    receiver: int
 
 
 class OpSequence:
@@ -59,7 +59,7 @@ class OpSequence:
 
     @cached_property
     def crossing(self) -> tuple[int, ...]:
-        """For each place on the line, the bytes that go on from before it; the first is what goes into the line, 0."""
+        """For each place on the line, the bytes that cross it; the first is what goes into the line, 0."""
         change = [0] * (len(self.ops) + 1)
         for name, last in self.last_use.items():
             change[self.producer_at[name] + 1] += self.graph.values[name].bytes
@@ -72,7 +72,7 @@ class OpSequence:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where the line may be cut (before the op there): where least goes on, and not inside a checkpointed region.
+        """Where the line may be cut (before the op there): where least crosses, and not inside a checkpointed region.
 
         Of several places in a row between which nothing is multiplied, the last: a bias and an activation stay with
         their matmul.
@@ -151,11 +151,11 @@ class StagedGraph:
 
     graphs: tuple[Graph, ...]
     crossings: tuple[StageValue, ...]
-    outputs: tuple[int, ...]  # for each output of the whole graph, the segment that gives it (-1 for a literal)
+    outputs: tuple[int, ...]  # for each output of the whole graph, the stage that gives it (-1 for a literal)
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
-        return frozenset((crossing.giver, crossing.taker) for crossing in self.crossings)
+        return frozenset((crossing.sender, crossing.receiver) for crossing in self.crossings)
 
 
 def split_graph(line: OpSequence, parts: Sequence[Sequence[str]]) -> StagedGraph:
@@ -167,12 +167,12 @@ def split_graph(line: OpSequence, parts: Sequence[Sequence[str]]) -> StagedGraph
     takes = [_inputs_from_outside(graph, ops) for ops in inside]
     gives: list[dict[str, None]] = [{} for _ in parts]
     crossings: list[StageValue] = []
-    for taker, values in enumerate(takes):
+    for receiver, values in enumerate(takes):
         for value in values:
-            giver = stage_of[graph.producer[value].name]
-            gives[giver].setdefault(value)
-            crossings.append(StageValue(value=value, giver=giver, taker=taker))
-    outputs = tuple(_giver(graph, output, stage_of) for output in graph.outputs)
+            sender = stage_of[graph.producer[value].name]
+            gives[sender].setdefault(value)
+            crossings.append(StageValue(value=value, sender=sender, receiver=receiver))
+    outputs = tuple(_sender(graph, output, stage_of) for output in graph.outputs)
     graphs = tuple(
         _subgraph(graph, inside[number], tuple(takes[number]), tuple(gives[number]), number, outputs)
         for number in range(len(parts))
@@ -187,8 +187,8 @@ def _check_order(line: OpSequence, stage_of: Mapping[str, int]) -> None:
             maker = line.graph.producer.get(name)
             if maker is not None and maker.name not in line.floating and stage_of[maker.name] > stage_of[op.name]:
                 raise PlanError(
-                    f"{op} is in segment {stage_of[op.name]} and reads {name}, which {maker} makes in the later "
-                    f"segment {stage_of[maker.name]}; segments read from earlier ones only"
+                    f"{op} is in stage {stage_of[op.name]} and reads {name}, which {maker} makes in the later "
+                    f"stage {stage_of[maker.name]}; stages read from earlier ones only"
                 )
 
 
@@ -242,7 +242,7 @@ def _inputs_from_outside(graph: Graph, inside: set[str]) -> dict[str, None]:
     return values
 
 
-def _giver(graph: Graph, output: Output, stage_of: Mapping[str, int]) -> int:
+def _sender(graph: Graph, output: Output, stage_of: Mapping[str, int]) -> int:
     if output.value is None:
         return -1
     maker = graph.producer.get(output.value)
@@ -292,7 +292,7 @@ def balanced(line: OpSequence, weights: Sequence[float], count: int, slack: floa
     places = [0, *line.places, len(line.ops)]
     if len(places) - 1 < count:
         raise PlanError(
-            f"{count} segments are asked for, and the model can be cut in {len(places) - 1} at most; use fewer"
+            f"{count} stages are asked for, and the model can be cut in {len(places) - 1} at most; use fewer"
         )
     before = [0.0]
     for weight in weights:

@@ -150,7 +150,7 @@ def _note(analysis: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> st
 
 
 def split_inner_axis(builder: PlanBuilder, axis: Axis, outer: Axis) -> None:
-    """Split on an inner axis what its outer axis has split: on the same atom if it goes on, else on another."""
+    """Split on an inner axis what its outer axis has split: on the same atom if it is long enough, else another."""
     for atom, ops in families(builder, outer).items():
         _, picks = _best(builder, axis, outer, atom, ops)
         for op in ops:

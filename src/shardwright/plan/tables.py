@@ -26,14 +26,14 @@ Layouts = tuple[Layout, ...]
 
 
 class Tables:
-    """A problem structure with numbers. `rows`: axes along which every group returns its own samples of the outputs."""
+    """A problem structure with numbers. `replica_axes`: groups along these return their own samples."""
 
     def __init__(
         self,
         skeleton: ProblemStructure,
         spaces: ChoiceSpaces,
         storing: StoragePricing,
-        rows: tuple[str, ...] = (),
+        replica_axes: tuple[str, ...] = (),
         like: Tables | None = None,
         other: Tables | None = None,
     ) -> None:
@@ -41,7 +41,7 @@ class Tables:
 
         `other`: tables of the same skeleton with other spaces, whose problem is solved in the same steps.
         """
-        self.skeleton, self.spaces, self.storing, self.rows = skeleton, spaces, storing, rows
+        self.skeleton, self.spaces, self.storing, self.replica_axes = skeleton, spaces, storing, replica_axes
         self.analysis, self.graph = skeleton.analysis, skeleton.graph
         self.moves, self.training, self.mesh = spaces.moves, spaces.training, spaces.mesh
         self._unique: dict[int, tuple[Layouts, np.ndarray]] = like._unique if like else {}
@@ -79,7 +79,7 @@ class Tables:
     def layouts(self, end: EdgeEnd, value: str = "") -> Layouts:
         """How a value lies at an end, in each of its states."""
         if end.what == "leaving":
-            layout = batch_layout(self.analysis, self.mesh, self.rows, value)
+            layout = batch_layout(self.analysis, self.mesh, self.replica_axes, value)
             return self._leaving.setdefault(hash(layout), (layout,))
         if end.what == "hub":
             return self.hubs[end.kind]

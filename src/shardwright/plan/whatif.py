@@ -24,7 +24,7 @@ from .op_kinds import OpKinds
 from .plan import Plan
 from .problem_structure import ProblemStructure
 from .search import CostFactor, Problem, solve
-from .spaces import ChoiceSpaces
+from .spaces import ChoiceSpaces, FixedChoices
 from .storage_options import StoragePricing
 from .tables import Tables
 
@@ -54,7 +54,7 @@ class WhatIfQuery:
     training: TrainingSetup
     plan: Plan
     ops: tuple[str, ...]
-    rows: tuple[str, ...] = ()
+    replica_axes: tuple[str, ...] = ()
     limit: float | None = None  # bytes that a device may use
 
     @property
@@ -122,10 +122,10 @@ def _tables(query: WhatIfQuery, *, follow: bool) -> Tables:
     kinds = OpKinds(analysis, query.training, {**known, **dict.fromkeys(query.ops, "asked")})
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in query.recompute})
     names = plan.mesh.names
-    data = query.rows if not follow else query.rows or names[: len(names) == 3]
-    fixed = None if follow else choices
-    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, query.cluster), data=data, fixed=fixed, free=query.ops)
-    return Tables(skeleton, spaces, StoragePricing(spaces, fixed=None if follow else plan.storage), query.rows)
+    data = query.replica_axes if not follow else query.replica_axes or names[: len(names) == 3]
+    fixed = FixedChoices(None if follow else choices, query.ops)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, query.cluster), data=data, fixed=fixed)
+    return Tables(skeleton, spaces, StoragePricing(spaces, fixed=None if follow else plan.storage), query.replica_axes)
 
 
 def _ways(query: WhatIfQuery, tables: Tables) -> Iterator[tuple[Choice, dict[int, int]]]:

@@ -21,7 +21,7 @@ from ..capture.user_calls.callee import flat
 from ..errors import RuleError
 from ..ir import Dtype, Op, Slot, Value
 from ..layout import Reduction
-from ..rules import ROWS, Analysis, OpCall, Rule, analyse, parse
+from ..rules import PASS_PARTIAL, Analysis, OpCall, Rule, analyse, parse
 from ..rules.notation import Term
 from .check import SplitTrial, WrongSplit, parts_of
 from .discover import one_op
@@ -251,8 +251,8 @@ def _value(name: str, x: Tensor, gradient: bool) -> Value:
     return Value(name=name, shape=tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."), gradient=gradient)
 
 
-def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[SplitTrial], None]) -> None:
-    """Raise a RuleError that names the split that breaks the rule; `talk` checks splits that communicate."""
+def check_rule(own: CustomOp, rule: RuleLike, values: Values, communicating: Callable[[SplitTrial], None]) -> None:
+    """Raise a RuleError that names the split that breaks the rule; `communicating` checks splits that communicate."""
     call, inputs = call_of(own, values)
     bound = custom_rule(own, rule, call)
     if bound is None:
@@ -264,13 +264,13 @@ def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[Sp
     for role in signature.roles:
         for parts in parts_of(role.size):
             try:
-                _judge(analysis, op, role.name, parts, inputs, own, talk)
+                _judge(analysis, op, role.name, parts, inputs, own, communicating)
             except WrongSplit as error:
                 hint = _hint(own, bound, call, inputs, role.label)
                 raise RuleError(f"the rule {bound.text!r} of {own.name} is wrong: {error.details}{hint}") from error
     for group in signature.linear_groups():
         try:
-            _judge(analysis, op, f"{ROWS}{group}", 2, inputs, own, talk)
+            _judge(analysis, op, f"{PASS_PARTIAL}{group}", 2, inputs, own, communicating)
         except WrongSplit as error:
             fault = error.details.partition("over 2 ")[2]
             raise RuleError(
@@ -286,11 +286,11 @@ def _judge(
     parts: int,
     inputs: Sequence[Tensor],
     own: CustomOp,
-    talk: Callable[[SplitTrial], None],
+    communicating: Callable[[SplitTrial], None],
 ) -> None:
     trial = SplitTrial(analysis, op, role, parts, inputs, own)
     if trial.communicates:
-        talk(trial)
+        communicating(trial)
     else:
         trial.judge([trial.rank(index, own) for index in range(parts)])
 

@@ -22,7 +22,7 @@ from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Graph, Input, Op, Output
 from ..ops.user_calls import COND, OPAQUE, SCAN, WHILE
-from ..rules import ROWS, Find, OpCall, Rule, analyse, find_rule
+from ..rules import PASS_PARTIAL, Find, OpCall, Rule, analyse, find_rule
 from .check import Run, check_role, parts_of
 from .samples import NotProbed, Sample, is_finite_somewhere, make_sample
 from .search import ProbeResult, search
@@ -126,7 +126,7 @@ def _checked(result: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
 
     return ProbeResult(
         tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
-        tuple(group for number, group in enumerate(result.linear, 1) if holds(f"{ROWS}{number}", 3)),
+        tuple(group for number, group in enumerate(result.linear, 1) if holds(f"{PASS_PARTIAL}{number}", 3)),
     )
 
 

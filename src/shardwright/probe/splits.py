@@ -21,7 +21,7 @@ import torch
 from ..errors import LoweringError, raise_all
 from ..ir import Op
 from ..ops.user_calls import OPAQUE
-from ..rules import FAN, ROWS, STRIPED, Analysis, Choices, OpCall, Rule, Signature, analyse, find_rule
+from ..rules import FAN, PASS_PARTIAL, STRIPED, Analysis, Choices, OpCall, Rule, Signature, analyse, find_rule
 from .check import NothingProven, WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
@@ -102,7 +102,7 @@ def _judge(sample: Sample, choice: str) -> str:
     analysis = analyse(one_op(sample.call), find)
     (op,) = analysis.graph.ops
     role = next((role for role in analysis.signatures[op.name].roles if role.label == label), None)
-    if role is None and ROWS not in choice:
+    if role is None and PASS_PARTIAL not in choice:
         return ""
     name = choice if role is None else f"{STRIPED}{role.name}" if striped else role.name
     for parts in _divisors(role.size)[:1] if role and striped else parts_of(3 if role is None else role.size)[:1]:

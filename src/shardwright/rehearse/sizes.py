@@ -20,7 +20,7 @@ from ..errors import PlanError
 from ..layout import MB, Mesh, fills_every_chunk
 from ..rules import FAN, Analysis
 from ..rules.atoms import Dim
-from ..rules.role import ROWS
+from ..rules.role import PASS_PARTIAL
 
 NEAR = 2
 """Sizes that differ by at most this keep their difference,"""
@@ -111,7 +111,7 @@ def shared_atoms(analysis: Analysis, mesh: Mesh, name: str, choice: Mapping[str,
     uses: dict[int, list[tuple[str, int]]] = {}
     for axis in mesh.axes:
         picked = choice.get(axis.name)
-        if picked is None or picked == FAN or picked.startswith(ROWS) or axis.size == 1:
+        if picked is None or picked == FAN or picked.startswith(PASS_PARTIAL) or axis.size == 1:
             continue
         role = signature.role(picked)
         beside = signature.beside(role.label)

@@ -49,7 +49,7 @@ class SmallPlan:
 
     def result(self, title: str, known: Plan, report: Report, seconds: float) -> Rehearsal:
         """The result of a run."""
-        real, small = ([segment.mesh for segment in plan.segments] for plan in (self.real, self.plan))
+        real, small = ([stage.mesh for stage in plan.stages] for plan in (self.real, self.plan))
         pairs = dict.fromkeys((str(long), str(short)) for long, short in zip(real, small, strict=True))
         return Rehearsal(
             title=title, meshes=tuple(pairs), devices=(known.size, self.plan.size),
@@ -138,8 +138,8 @@ class _Shrinker:
 
     def _stored_otherwise(self, programs: Sequence[LoweredProgram], plan: Plan) -> list[str]:
         """The parameters that are stored differently from the plan."""
-        real = storage_of(self.programs, [segment.mesh for segment in self.real.segments])
-        small = storage_of(programs, [segment.mesh for segment in plan.segments])
+        real = storage_of(self.programs, [stage.mesh for stage in self.real.stages])
+        small = storage_of(programs, [stage.mesh for stage in plan.stages])
         return [f"{long} is {short} at small sizes" for long, short in zip(real, small, strict=True) if long != short]
 
 

@@ -57,9 +57,9 @@ class SmallCluster:
         return spread(self.schedule, pp_ranks).to_json()
 
 
-def shrink_cluster(plan: Plan, segments: Sequence[PlanStage]) -> SmallCluster:
+def shrink_cluster(plan: Plan, stages: Sequence[PlanStage]) -> SmallCluster:
     """Which stages and how many microbatches represent those of a plan."""
-    meshes = [segment.mesh for segment in segments]
+    meshes = [stage.mesh for stage in stages]
     pp_ranks = list(dict.fromkeys(mesh.devices for mesh in meshes))
     at = {devices: number for number, devices in enumerate(pp_ranks)}
     place = [at[mesh.devices] for mesh in meshes]
@@ -71,7 +71,7 @@ def shrink_cluster(plan: Plan, segments: Sequence[PlanStage]) -> SmallCluster:
     count = _microbatches(plan.microbatches, len(pp_ranks), left)
     schedule = None
     if plan.steps is not None:
-        schedule = _of_seats(fewer(Schedule.from_json(plan.steps), count), pp_ranks)
+        schedule = _of_pipeline_ranks(fewer(Schedule.from_json(plan.steps), count), pp_ranks)
     return SmallCluster(
         stage=stage, like=tuple(kept), meshes=tuple(meshes[number] for number in kept), microbatches=count,
         schedule=schedule,
@@ -114,7 +114,7 @@ def _microbatches(count: int, ranks: int, left: int) -> int:
     return max(1, min(count, left - 1))
 
 
-def _of_seats(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
+def _of_pipeline_ranks(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
     """A schedule with one device for each pipeline rank."""
     at = {devices: number for number, devices in enumerate(tuple(sorted(pp_rank)) for pp_rank in pp_ranks)}
     return replace(

@@ -21,13 +21,13 @@ from .stages import SmallCluster
 
 def decided_by(plan: Plan, graph: Graph, cluster: SmallCluster) -> Decided:
     """The decisions of a plan for a graph, with the stages of the small cluster."""
-    segments = plan.entries[graph.entry]
+    stages = plan.entries[graph.entry]
     return Decided(
         graph=graph,
-        choices={name: choice for segment in segments for name, choice in segment.choices.items()},
-        stage={name: cluster.stage[at] for at, segment in enumerate(segments) for name in segment.choices},
+        choices={name: choice for stage in stages for name, choice in stage.choices.items()},
+        stage={name: cluster.stage[at] for at, stage in enumerate(stages) for name in stage.choices},
         storage=plan.storage,
-        recompute=tuple((path, cluster.stage[at]) for at, segment in enumerate(segments) for path in segment.recompute),
+        recompute=tuple((path, cluster.stage[at]) for at, stage in enumerate(stages) for path in stage.recompute),
     )
 
 
@@ -37,7 +37,7 @@ def translated(plan: Plan, decided: Decided, analysis: Analysis, meshes: Sequenc
     parts = [tuple(op.name for op in graph.ops)]
     if len(meshes) > 1:
         parts = list(parts_like(OpSequence(analysis), decided.stage, len(meshes)))
-    segments = tuple(
+    stages = tuple(
         PlanStage(
             mesh=mesh,
             choices={name: decided.choices.get(name, {}) for name in part},
@@ -46,7 +46,7 @@ def translated(plan: Plan, decided: Decided, analysis: Analysis, meshes: Sequenc
         for number, (mesh, part) in enumerate(zip(meshes, parts, strict=True))
     )
     return replace(
-        plan, entries={graph.entry: segments}, fingerprints={graph.entry: graph.fingerprint}, storage=decided.storage,
+        plan, entries={graph.entry: stages}, fingerprints={graph.entry: graph.fingerprint}, storage=decided.storage,
         microbatches=cluster.microbatches, steps=cluster.steps(meshes), notes=(), predicted={},
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ class CollectiveTotal:
 def totals(program: LoweredProgram) -> tuple[CollectiveTotal, ...]:
     """The collectives of one training step, added up, in the order forward, backward, once a step."""
     sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
-    for sent in (*_of_converters(program), *_of_parameters(program)):
+    for sent in (*_of_reshards(program), *_of_parameters(program)):
         sums.setdefault((sent.when, sent.collective, sent.axes), []).append(sent.bytes)
     order = {"forward": 0, "backward": 1, "once a step": 2}
     return tuple(
@@ -70,7 +70,7 @@ def runs_again(program: LoweredProgram) -> set[str]:
     return names
 
 
-def _of_converters(program: LoweredProgram) -> Iterator[IssuedCollective]:
+def _of_reshards(program: LoweredProgram) -> Iterator[IssuedCollective]:
     again = runs_again(program)
     for op in program.body:
         kind = reshard_kind(op)

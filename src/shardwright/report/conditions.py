@@ -20,7 +20,7 @@ class PlanConditions:
 
     cluster: Cluster
     training: TrainingSetup
-    rows: tuple[str, ...] = ()
+    replica_axes: tuple[str, ...] = ()
     limit: float | None = None
 
 
@@ -54,7 +54,10 @@ def made_for(
     )
     limit = predicted["limit"] if cluster is None else None
     return PlanConditions(
-        cluster=on_cluster, training=training or known_training, rows=tuple(conditions["rows"]), limit=limit
+        cluster=on_cluster,
+        training=training or known_training,
+        replica_axes=tuple(conditions["replica_axes"]),
+        limit=limit,
     )
 
 

@@ -113,7 +113,7 @@ class Difference:
             format_value = format_bytes if total.bytes else format_time
             change = total.b - total.a
             sign = "+" if change > 0 else "-" if change < 0 else ""
-            part = f"{100 * change / total.a:+.1f} %" if total.a and change else ""
+            part = f"{100 * change / total.a:+.1f} %" if total.a and format_value(total.a) != "0" and change else ""
             table.add_row(
                 total.what, format_value(total.a), format_value(total.b), f"{sign}{format_value(abs(change))}", part
             )
@@ -161,9 +161,9 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
             keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
 
     def priced(plan: Plan) -> PlanPrice:
-        return price(analysis, conditions.cluster, conditions.training, plan, rows=conditions.rows)
+        return price(analysis, conditions.cluster, conditions.training, plan, replica_axes=conditions.replica_axes)
 
-    base, segment = priced(a), a.entries[entry][0]
+    base, stage = priced(a), a.entries[entry][0]
 
     def part(name: str, plan: Plan) -> PartDifference:
         now, changed = priced(plan), (len(names.get(name, ())) for names in (ops, keys))
@@ -172,14 +172,12 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
 
     differences = []
     for name in dict.fromkeys((*ops, *keys)):
-        choices = {**segment.choices, **{op: other.get(op, {}) for op in ops.get(name, ())}}
+        choices = {**stage.choices, **{op: other.get(op, {}) for op in ops.get(name, ())}}
         storage = {**a.storage, **{key: b.storage.get(key, Replicated()) for key in keys.get(name, ())}}
-        differences.append(
-            part(name, replace(a, entries={entry: (replace(segment, choices=choices),)}, storage=storage))
-        )
+        differences.append(part(name, replace(a, entries={entry: (replace(stage, choices=choices),)}, storage=storage)))
     again = b.entries[entry][0].recompute
-    if set(segment.recompute) != set(again):
-        differences.append(part("recomputation", replace(a, entries={entry: (replace(segment, recompute=again),)})))
+    if set(stage.recompute) != set(again):
+        differences.append(part("recomputation", replace(a, entries={entry: (replace(stage, recompute=again),)})))
     return sorted(differences, key=lambda first: -abs(first.seconds))
 
 
@@ -209,7 +207,7 @@ def _totals(a: Plan, b: Plan) -> Iterator[TotalDifference]:
 TIMES = {
     "seconds": "step time",
     "compute": "compute",
-    "waited": "blocking communication",
+    "blocking": "blocking communication",
     "exposed": "exposed overlapped communication",
     "update": "update",
 }
@@ -241,14 +239,14 @@ def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
 
 
 def _choices(plan: Plan, entry: str) -> dict[str, str]:
-    segments = plan.entries.get(entry, ())
-    return {name: describe_choice(choice) for segment in segments for name, choice in segment.choices.items()}
+    stages = plan.entries.get(entry, ())
+    return {name: describe_choice(choice) for stage in stages for name, choice in stage.choices.items()}
 
 
 def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
     paths: dict[str, str] = {}
-    for segment in plan.entries.get(entry, ()):
-        for path, again in segment.recomputed().items():
+    for stage in plan.entries.get(entry, ()):
+        for path, again in stage.recomputed().items():
             paths[path] = "recomputed" if again or paths.get(path) == "recomputed" else "saved"
     return paths
 

@@ -73,8 +73,8 @@ class Explanation:
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
-        for entry, segments in plan.entries.items():
-            paths = ", ".join(path for segment in segments for path in in_ranges(segment.folded_recompute()))
+        for entry, stages in plan.entries.items():
+            paths = ", ".join(path for stage in stages for path in in_ranges(stage.folded_recompute()))
             if paths:
                 yield Text(f"recomputed in backward ({entry}): {paths}")
 
@@ -152,8 +152,8 @@ def _laid_out(plan: Plan) -> str:
     """The mesh, or the stages of a pipeline and their meshes."""
     if not plan.is_pipeline:
         return f"mesh {plan.mesh}"
-    pp_ranks = len({segment.mesh.devices for segment in plan.segments})
-    meshes = ", ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
+    pp_ranks = len({stage.mesh.devices for stage in plan.stages})
+    meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
     return f"{pp_ranks} pipeline rank{'s' if pp_ranks > 1 else ''}, schedule {plan.schedule}, mesh {meshes}"
 
 

@@ -38,7 +38,7 @@ def _time(predicted: Predicted) -> Iterator[RenderableType]:
     yield Text(f"predicted step time {format_time(step)}", style="bold")
     kinds = {
         "compute": predicted["compute"],
-        "blocking communication in stages": predicted["waited"],
+        "blocking communication in stages": predicted["blocking"],
         "bubble and sends": predicted["exposed"],
         "sync and update": predicted["update"],
     }
@@ -103,7 +103,7 @@ def _others(predicted: Predicted) -> Iterator[RenderableType]:
     else:
         yield indented(f"without a pipeline ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
     words = [
-        f"{other['said']}: {percent(other['seconds'] / best - 1)} slower" for other in pipeline["others"][:MOST_OTHERS]
+        f"{other['text']}: {percent(other['seconds'] / best - 1)} slower" for other in pipeline["others"][:MOST_OTHERS]
     ]
     if words:
         yield indented("runners-up: " + "; ".join(words))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..errors import PlanError
+from ..formats import read_json
 from ..plan import Plan, PlanStage
-from ..plan.file import mesh_of, read_storage, validate
+from ..plan.file import mesh_of, read_storage, validated
 
 
 def read_plan(path: str | Path) -> Plan:
     """A plan as it is in the file, with starred names: to show, not to lower."""
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is not JSON: {error}") from error
-    validate(data, path)
+    data = validated(read_json(path, PlanError), path)
     entries = {
         entry: tuple(
             PlanStage(
@@ -26,9 +20,9 @@ def read_plan(path: str | Path) -> Plan:
                 choices={name: {} for name in stage.get("ops", ())} | stage["choices"],
                 recompute=tuple(stage["recompute"]),
             )
-            for stage in segments
+            for stage in stages
         )
-        for entry, segments in data["entries"].items()
+        for entry, stages in data["entries"].items()
     }
     if not entries:
         raise PlanError(f"{path} has no entries, so it decides nothing")

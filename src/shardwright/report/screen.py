@@ -83,10 +83,10 @@ def _pipelines(predicted: Predicted) -> Iterator[RenderableType]:
     pipelines = predicted.get("pipelines")
     if pipelines is None:
         return
-    best, count = pipelines["best"], pipelines["looked"] + pipelines["left"]
+    best, count = pipelines["best"], pipelines["tried"] + pipelines["pruned"]
     if best is not None:
         more = percent(best["seconds"] / predicted["seconds"] - 1)
-        yield indented(f"of {count} pipelines the best solved is {more} slower: {best['said']}")
+        yield indented(f"of {count} pipelines the best solved is {more} slower: {best['text']}")
     else:
         yield indented(f"none of {count} pipelines can be faster")
 
@@ -120,7 +120,7 @@ def _time(predicted: Predicted) -> Iterator[RenderableType]:
     yield Text(line, style="bold")
     kinds = {
         "compute": predicted["compute"],
-        "blocking communication": predicted["waited"],
+        "blocking communication": predicted["blocking"],
         "exposed overlapped communication": predicted["exposed"],
         "update": predicted["update"],
     }
@@ -130,7 +130,9 @@ def _time(predicted: Predicted) -> Iterator[RenderableType]:
 def _sent(sent: Sequence[Predicted]) -> Table:
     rows: dict[tuple[str, str, str], list[float]] = {}
     for message in sent:
-        how = "overlapped" if message["beside"] else "after the update" if message["when"] == "update" else "blocking"
+        how = (
+            "overlapped" if message["overlapped"] else "after the update" if message["when"] == "update" else "blocking"
+        )
         key = (", ".join(message["axes"]), message["collective"], how)
         sums = rows.setdefault(key, [0, 0.0, 0.0])
         for at, amount in enumerate((message["count"], message["seconds"], message["hidden"])):
@@ -164,7 +166,7 @@ def _memory(predicted: Predicted) -> Iterator[RenderableType]:
 def _most_expensive(title: str, parts: Sequence[Predicted], step: float, *more: str) -> Table:
     table = table_of(title, *more, ">count", ">time", ">share")
     for part in parts:
-        sends = (Text(part["sends"]),) if more else ()
+        sends = (Text(part.get("sends", "")),) if more else ()
         numbers = (str(part["count"]), format_time(part["seconds"]), percent(part["seconds"] / step))
         table.add_row(Text(f"  {part['name']}"), *sends, *numbers)
     if not parts:

@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..plan.digest import atom_kinds
 from ..plan.folding import star
 from ..plan.whatif import Alternative, WhatIfQuery, alternatives, find_ops
-from ..rules import FAN, ROWS, Analysis
+from ..rules import FAN, PASS_PARTIAL, Analysis
 from ..verify.measure import render
 from .communication import format_bytes
 from .conditions import PlanConditions
@@ -92,7 +92,9 @@ class Why:
             role = signature.picked(picked)
             if role is not None:
                 return f"{picked} ({kinds.get(role.atom, 'other')})"
-            return "a pending sum passes through" if picked.startswith(ROWS) else CHOICE_TEXT.get(picked, picked)
+            return (
+                "a pending sum passes through" if picked.startswith(PASS_PARTIAL) else CHOICE_TEXT.get(picked, picked)
+            )
 
         return ", ".join(f"{axis}: {role_text(picked)}" for axis, picked in choice.items()) or "not split"
 
@@ -105,7 +107,7 @@ def why(plan: Plan, analysis: Analysis, op: str, conditions: PlanConditions) -> 
         training=conditions.training,
         plan=plan,
         ops=find_ops(analysis, plan, op),
-        rows=conditions.rows,
+        replica_axes=conditions.replica_axes,
         limit=conditions.limit,
     )
     return Why(query=query, ways=alternatives(query, MOST))

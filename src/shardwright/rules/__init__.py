@@ -11,12 +11,12 @@ from .binding import Find, analyse
 from .notation import Rule, parse
 from .random_ops import is_random
 from .registry import OpCall, find_rule, has_rule, known_targets, register
-from .role import FAN, ROWS, STRIPED, Choices, Role, without_stripes
+from .role import FAN, PASS_PARTIAL, STRIPED, Choices, Role, without_stripes
 from .signature import Analysis, Signature
 
 __all__ = [
     "FAN",
-    "ROWS",
+    "PASS_PARTIAL",
     "STRIPED",
     "Analysis",
     "Atoms",

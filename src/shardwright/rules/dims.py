@@ -14,7 +14,7 @@ def label_dims(shape: Sequence[int], prefix: str = "") -> list[str]:
 
 
 def blocked(name: str) -> str:
-    """The label, said to be unsplittable."""
+    """The label, marked unsplittable."""
     return name if name.isdigit() else f"{name}^"
 
 
@@ -53,7 +53,7 @@ def through(call: OpCall, along: Collection[int], linear: bool = False) -> Rule:
     """An op that looks along some dims and leaves the others as they are.
 
     Dims looked along stay whole. They keep their label where an output has them at the same size, so that
-    what is known about them goes on; all other dims are free. Inputs after the first are read whole.
+    what is known about them stays known; all other dims are free. Inputs after the first are read whole.
     """
     names = label_dims(call.shape)
     source = [blocked(name) if at in along else name for at, name in enumerate(names)]

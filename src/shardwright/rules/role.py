@@ -1,4 +1,4 @@
-"""What an op may do on an axis: split on a role, or run whole and pass sums on."""
+"""What an op may do on an axis: split on a role, or run replicated and pass sums on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..layout import Placement, fills_every_chunk
 
 FAN = "fan"
-"""The choice of an op that runs whole and hands gradients back in parts."""
+"""The choice of an op that runs replicated and returns gradients as pending sums."""
 
-ROWS = "partial:"
+PASS_PARTIAL = "partial:"
 """Prefix of the choice that lets a partial sum through a group of linear inputs ("partial:1")."""
 
 STRIPED = "striped:"

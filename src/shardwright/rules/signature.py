@@ -17,7 +17,7 @@ from ..layout import INVARIANT, PARTIAL, REPLICATE, Axis, Layout, Mesh, Partial,
 from . import notation
 from .atoms import Atoms, Dim
 from .notation import Rule
-from .role import FAN, ROWS, STRIPED, Picked, Place, Role
+from .role import FAN, PASS_PARTIAL, STRIPED, Picked, Place, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,6 @@ class Signature:
             return role
         return self.role(f"{STRIPED}{role.name.removeprefix(STRIPED)}")
 
-    def role_of(self, atom: int) -> Role | None:
-        """The first role that takes an atom."""
-        return next((role for role in self.roles if role.atom == atom), None)
-
     def linear_groups(self) -> tuple[int, ...]:
         return tuple(sorted({bound.linear for bound in self.inputs if bound.linear is not None}))
 
@@ -165,7 +161,7 @@ class Signature:
         return layouts[: len(self.inputs)], layouts[len(self.inputs) :]
 
     def _layout(self, number: int, picked: Picked) -> Layout:
-        """The layout of a tensor, inputs counted before outputs. Tensors of equal dims that are cut alike have one."""
+        """The layout of a tensor, inputs counted before outputs. Tensors of equal dims, sharded alike, have one."""
         is_input = number < len(self.inputs)
         bound = self.inputs[number] if is_input else self.outputs[number - len(self.inputs)]
         places = tuple((name, size, self._place(number, bound, role)) for name, size, role in picked)
@@ -204,7 +200,7 @@ class Signature:
         return cast("Place", self.known[key])
 
     def _placed(self, bound: LabelledTensor, picked: str, is_input: bool) -> Place:
-        if picked == FAN or picked.startswith(ROWS):
+        if picked == FAN or picked.startswith(PASS_PARTIAL):
             placement = self._unsplit(bound, picked, is_input)
         else:
             role = self.role(picked)
@@ -219,7 +215,7 @@ class Signature:
     def _unsplit(self, bound: LabelledTensor, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
             return REPLICATE
-        if not is_input or bound.bias or bound.linear == int(picked.removeprefix(ROWS)):
+        if not is_input or bound.bias or bound.linear == int(picked.removeprefix(PASS_PARTIAL)):
             return PARTIAL  # a bias is added once, so it comes in parts as well
         return REPLICATE
 

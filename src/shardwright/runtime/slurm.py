@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def joined_by_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE and so on for a task of srun; nothing for any other process, or where torchrun has said it.
+    """RANK, WORLD_SIZE and so on for a task of srun; nothing for any other process, or where torchrun has set them.
 
     The first node of the job is the master, on a port that follows from the job's number, or as
     MASTER_ADDR and MASTER_PORT say.

@@ -54,8 +54,8 @@ class _Row:
         self.name = _device_label(devices)
         self.devices = devices
         self.steps = schedule.devices[devices[0]]
-        self.segments = frozenset(schedule.held_by(devices[0]))
-        self.place = {step: at for at, step in enumerate(self.steps) if step.segment in self.segments}
+        self.stages = frozenset(schedule.held_by(devices[0]))
+        self.place = {step: at for at, step in enumerate(self.steps) if step.stage in self.stages}
 
 
 def _refuse(schedule: Schedule, faults: list[str]) -> None:
@@ -65,8 +65,8 @@ def _refuse(schedule: Schedule, faults: list[str]) -> None:
 
 def _odd_edges(schedule: Schedule, edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     for source, target in edges:
-        if not 0 <= min(source, target) <= max(source, target) < schedule.segments:
-            yield f"a value crosses from stage {source} to {target}; there are only 0 to {schedule.segments - 1}"
+        if not 0 <= min(source, target) <= max(source, target) < schedule.stages:
+            yield f"a value crosses from stage {source} to {target}; there are only 0 to {schedule.stages - 1}"
         elif source >= target:
             yield f"a value crosses from stage {source} to {target}; values cross to later stages only"
 
@@ -75,10 +75,10 @@ def _misplaced(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
     """Steps that their device has nothing to do with, and those that it runs twice."""
     for row in rows:
         for step, times in Counter(row.steps).items():
-            if step.segment not in row.segments:
-                known = 0 <= step.segment < schedule.segments
-                where = f"lies on {_device_label(schedule.holders[step.segment])}" if known else "there is none"
-                yield f"{row.name}: {step} is of stage {step.segment}, which it does not have ({where})"
+            if step.stage not in row.stages:
+                known = 0 <= step.stage < schedule.stages
+                where = f"lies on {_device_label(schedule.holders[step.stage])}" if known else "there is none"
+                yield f"{row.name}: {step} is of stage {step.stage}, which it does not have ({where})"
             elif not 0 <= step.microbatch < (1 if step.kind == "P" else schedule.microbatches):
                 why = "a prologue has microbatch 0" if step.kind == "P" else "there is no such microbatch"
                 yield f"{row.name}: {step} is too much, {why}"
@@ -90,20 +90,20 @@ def _missing(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
     """Every F and every B must be there, and a P or W that is anywhere on all devices of its stage."""
     needed: tuple[StepKind, ...] = ("F",) if schedule.inference else ("F", "B")
     wanted: list[set[Step]] = [
-        {Step(kind, segment, at) for kind in needed for at in range(schedule.microbatches)}
-        for segment in range(schedule.segments)
+        {Step(kind, stage, at) for kind in needed for at in range(schedule.microbatches)}
+        for stage in range(schedule.stages)
     ]
     for row in rows:
         for step in row.steps:
-            if 0 <= step.segment < schedule.segments:
-                wanted[step.segment].add(step)
+            if 0 <= step.stage < schedule.stages:
+                wanted[step.stage].add(step)
     for row in rows:
-        for segment in sorted(row.segments):
-            for step in sorted(wanted[segment].difference(row.place), key=_natural):
-                yield f"{row.name}: {step} is missing, it has stage {segment}"
+        for stage in sorted(row.stages):
+            for step in sorted(wanted[stage].difference(row.place), key=_natural):
+                yield f"{row.name}: {step} is missing, it has stage {stage}"
     if schedule.inference:
         for step in sorted(step for steps in wanted for step in steps if step.kind == "W"):
-            yield f"{step} has no B{step.segment}.{step.microbatch}, and W is a part of a backward"
+            yield f"{step} has no B{step.stage}.{step.microbatch}, and W is a part of a backward"
 
 
 def _natural(step: Step) -> tuple[int, int]:
@@ -113,12 +113,12 @@ def _natural(step: Step) -> tuple[int, int]:
 def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     """Steps of one device of which the later one makes what the earlier one needs."""
     for row in rows:
-        own = sorted(row.segments)
+        own = sorted(row.stages)
         needs: list[tuple[StepKind, int, StepKind, int]] = [
-            (first, segment, then, segment) for segment in own for first, then in pairwise(STEP_KINDS)
+            (first, stage, then, stage) for stage in own for first, then in pairwise(STEP_KINDS)
         ]
         for edge in edges.values():
-            if edge.source in row.segments and edge.target in row.segments:
+            if edge.source in row.stages and edge.target in row.stages:
                 needs.append(("F", edge.source, "F", edge.target))
                 if edge.backward is not None:
                     needs.append(("B", edge.target, "B", edge.source))
@@ -133,9 +133,9 @@ def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, i
 def _disagreeing(rows: list[_Row]) -> Iterator[str]:
     """Devices that have stages in common and run the steps of these in different orders."""
     for first, other in combinations(rows, 2):
-        if common := first.segments & other.segments:
+        if common := first.stages & other.stages:
             both = [
-                [step for step in mine.place if step.segment in common and step in its.place]
+                [step for step in mine.place if step.stage in common and step in its.place]
                 for mine, its in ((first, other), (other, first))
             ]
             if both[0] != both[1]:
@@ -154,11 +154,11 @@ def _too_full(
 ) -> Iterator[str]:
     if limit is None:
         return
-    if sizes is None or len(sizes) != schedule.segments:
+    if sizes is None or len(sizes) != schedule.stages:
         known = 0 if sizes is None else len(sizes)
-        raise ScheduleError(f"a limit of memory needs the sizes of {schedule.segments} stages; {known} are given")
+        raise ScheduleError(f"a limit of memory needs the sizes of {schedule.stages} stages; {known} are given")
     for row in rows:
-        most, step = fullest([step for step in row.steps if step.segment in row.segments], sizes)
+        most, step = fullest([step for step in row.steps if step.stage in row.stages], sizes)
         allowed = limit if isinstance(limit, int | float) else min(limit[device] for device in row.devices)
         if most > allowed:
             yield (

@@ -47,10 +47,10 @@ class Dependencies:
     after     for each step those that follow it on its groups
     sends     for each kind and stage, found at step // microbatches, the messages
     waits     for each step, how many things it waits for
-    links     how many there are: one for each ordered pair of groups that talk
+    links     how many there are: one for each ordered pair of groups that communicate
     """
 
-    segments: int
+    stages: int
     microbatches: int
     groups: tuple[Devices, ...]
     rows: list[list[int]]
@@ -61,8 +61,8 @@ class Dependencies:
 
     def step(self, number: int) -> Step:
         block, microbatch = divmod(number, self.microbatches)
-        kind, segment = divmod(block, self.segments)
-        return Step(STEP_KINDS[kind], segment, microbatch)
+        kind, stage = divmod(block, self.stages)
+        return Step(STEP_KINDS[kind], stage, microbatch)
 
     def sources(self, number: int) -> Iterator[int]:
         """The steps whose messages a step awaits."""
@@ -86,25 +86,25 @@ def merged(edges: Edges) -> dict[tuple[int, int], StageEdge]:
 
 def dependencies_of(schedule: Schedule, edges: Edges) -> Dependencies:
     """The wiring of a schedule that has each step once, on the devices of its stage."""
-    microbatches, segments = schedule.microbatches, schedule.segments
+    microbatches, stages = schedule.microbatches, schedule.stages
     groups = schedule.groups()
     first = {
-        (kind, segment): (at * segments + segment) * microbatches
+        (kind, stage): (at * stages + stage) * microbatches
         for at, kind in enumerate(STEP_KINDS)
-        for segment in range(segments)
+        for stage in range(stages)
     }
     rows = [
-        [first[kind, segment] + microbatch for kind, segment, microbatch in schedule.devices[devices[0]]]
+        [first[kind, stage] + microbatch for kind, stage, microbatch in schedule.devices[devices[0]]]
         for devices in groups
     ]
-    after: list[tuple[int, ...]] = [()] * (len(STEP_KINDS) * segments * microbatches)
+    after: list[tuple[int, ...]] = [()] * (len(STEP_KINDS) * stages * microbatches)
     waits = [0] * len(after)
     for row in rows:
         for number, following in pairwise(row):
             after[number] += (following,)
             waits[following] += 1
     links: dict[tuple[int, int], int] = {}
-    sends: list[list[StepMessage]] = [[] for _ in range(len(STEP_KINDS) * segments)]
+    sends: list[list[StepMessage]] = [[] for _ in range(len(STEP_KINDS) * stages)]
     places = [_places(groups, devices) for devices in schedule.holders]
     for source, target, kind, seconds in _messages(merged(edges).values(), backward=not schedule.inference):
         pairs = [(a, b) for a in places[source] for b in places[target] if a != b]
@@ -116,7 +116,7 @@ def dependencies_of(schedule: Schedule, edges: Edges) -> Dependencies:
         for number in range(end, end + microbatches):
             waits[number] += 1
     return Dependencies(
-        segments=segments,
+        stages=stages,
         microbatches=microbatches,
         groups=groups,
         rows=rows,

@@ -28,8 +28,8 @@ def draw(
 ) -> str:
     """The picture of a schedule with these times, or with 1 for each step. Without edges stages form a chain."""
     if edges is None:
-        edges = [(segment, segment + 1) for segment in range(schedule.segments - 1)]
-    return draw_run(simulate(schedule, times or [UNIT] * schedule.segments, edges), width)
+        edges = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
+    return draw_run(simulate(schedule, times or [UNIT] * schedule.stages, edges), width)
 
 
 def draw_run(run: SimulatedRun, width: int = 120) -> str:
@@ -66,15 +66,15 @@ def _scale(run: SimulatedRun, cell: int) -> float:
 
 
 def _labels(schedule: Schedule, device: int) -> list[str]:
-    segments = schedule.held_by(device)
+    stages = schedule.held_by(device)
 
     def label(step: Step) -> str:
         number = "P" if step.kind == "P" else str(step.microbatch)
-        if len(segments) == 1:
+        if len(stages) == 1:
             return number
-        if len(segments) > len(ascii_lowercase):
-            return f"{step.segment}.{number}"
-        return number + ascii_lowercase[segments.index(step.segment)]
+        if len(stages) > len(ascii_lowercase):
+            return f"{step.stage}.{number}"
+        return number + ascii_lowercase[stages.index(step.stage)]
 
     return [label(step) for step in schedule.devices[device]]
 

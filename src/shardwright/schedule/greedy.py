@@ -89,12 +89,12 @@ class _Maker:
         while events:
             now, touched = events[0][0], set[int]()
             while events and events[0][0] == now:  # all that happens at once, before anybody chooses
-                _, kind, segment, at, ends = heappop(events)
-                touched.update(self.holders[segment])
+                _, kind, stage, at, ends = heappop(events)
+                touched.update(self.holders[stage])
                 if ends:
-                    self.end(now, (kind, segment), at, events)
+                    self.end(now, (kind, stage), at, events)
                 else:
-                    self.waits[kind, segment][at] -= 1
+                    self.waits[kind, stage][at] -= 1
             for device in sorted(touched):
                 self.begin(now, device, events)
         if left := [lane for lane, done in self.next.items() if done < self.microbatches]:

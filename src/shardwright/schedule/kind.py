@@ -59,9 +59,9 @@ class ScheduleKind:
         """The fraction of the other stages' time that a microbatch waits for while the pipeline fills and drains."""
         pp_ranks, microbatches = TYPICAL
         schedule = self.make(pp_ranks, microbatches)
-        edges = [(stage, stage + 1) for stage in range(schedule.segments - 1)]
+        edges = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
         busy = sum(UNIT[:3]) * self.stages_per_rank
-        idle = simulate(schedule, [UNIT] * schedule.segments, edges).total - microbatches * busy
+        idle = simulate(schedule, [UNIT] * schedule.stages, edges).total - microbatches * busy
         return idle / ((pp_ranks - 1) * busy)
 
     @lru_cache(maxsize=1024)  # noqa: B019 - kinds live as long as the process

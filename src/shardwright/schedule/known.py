@@ -147,14 +147,14 @@ def zbv(stages: int, microbatches: int) -> Schedule:
 class _Lane:
     """The steps of one stage, each kind counted on its own."""
 
-    def __init__(self, segment: int) -> None:
-        self.segment = segment
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
         self.done: dict[StepKind, int] = {"F": 0, "B": 0, "W": 0}
 
     def next(self, kinds: str) -> list[Step]:
         steps = []
         for kind in cast(Iterable[StepKind], kinds):
-            steps.append(Step(kind, self.segment, self.done[kind]))
+            steps.append(Step(kind, self.stage, self.done[kind]))
             self.done[kind] += 1
         return steps
 
@@ -175,15 +175,15 @@ def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule
     )
 
 
-def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
+def with_prologue(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     """The schedule with the prologues of these stages first, on all devices that run them."""
-    chosen = sorted(set(segments))
-    if unknown := [segment for segment in chosen if not 0 <= segment < schedule.segments]:
-        raise ScheduleError(f"no prologue for the stages {unknown}: {schedule} has 0 to {schedule.segments - 1}")
+    chosen = sorted(set(stages))
+    if unknown := [stage for stage in chosen if not 0 <= stage < schedule.stages]:
+        raise ScheduleError(f"no prologue for the stages {unknown}: {schedule} has 0 to {schedule.stages - 1}")
     rows: dict[tuple[int, tuple[Step, ...]], tuple[Step, ...]] = {}  # devices that shared a row still do
     devices = []
     for device, steps in enumerate(schedule.devices):
-        opening = tuple(Step("P", segment, 0) for segment in chosen if device in schedule.holders[segment])
+        opening = tuple(Step("P", stage, 0) for stage in chosen if device in schedule.holders[stage])
         devices.append(rows.setdefault((id(steps), opening), opening + steps))
     return replace(schedule, devices=tuple(devices))
 
@@ -220,7 +220,7 @@ def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
 
 
 def _round_robin(stages: int, chunks: int = 1) -> tuple[Devices, ...]:
-    return tuple((segment % stages,) for segment in range(stages * chunks))
+    return tuple((stage % stages,) for stage in range(stages * chunks))
 
 
 def _vee(stages: int) -> tuple[Devices, ...]:
@@ -231,8 +231,8 @@ def _schedule(name: str, rows: Iterable[Iterable[Step]], holders: tuple[Devices,
     return Schedule(devices=tuple(map(tuple, rows)), holders=holders, microbatches=microbatches, name=name)
 
 
-def _each(kind: StepKind, segment: int, microbatches: int) -> list[Step]:
-    return [Step(kind, segment, at) for at in range(microbatches)]
+def _each(kind: StepKind, stage: int, microbatches: int) -> list[Step]:
+    return [Step(kind, stage, at) for at in range(microbatches)]
 
 
 def _weave(forwards: list[Step], backwards: list[Step], ahead: int) -> list[Step]:

@@ -26,7 +26,7 @@ def in_flight(schedule: Schedule, sizes: Sequence[MicrobatchMemory] | None = Non
     """For each device the most that it saves at once: in bytes, or without sizes in microbatches of stages."""
     peaks = [0.0] * len(schedule.devices)
     for group in schedule.groups():
-        most, _ = fullest(schedule.devices[group[0]], sizes or [ONE_MICROBATCH] * schedule.segments)
+        most, _ = fullest(schedule.devices[group[0]], sizes or [ONE_MICROBATCH] * schedule.stages)
         for device in group:
             peaks[device] = most
     return tuple(peaks)
@@ -39,15 +39,15 @@ def fullest(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> tuple[f
     saved = most = 0.0
     at = None
     for step in steps:
-        kind, segment, _ = step
+        kind, stage, _ = step
         if kind == "F" and backward:
-            saved += sizes[segment][0]
+            saved += sizes[stage][0]
         elif kind == "B":
-            saved -= sizes[segment][0]
+            saved -= sizes[stage][0]
             if apart and step[1:] in apart:
-                saved += sizes[segment][1]
+                saved += sizes[stage][1]
         elif kind == "W":
-            saved -= sizes[segment][1]
+            saved -= sizes[stage][1]
         if saved > most:
             most, at = saved, step
     return most, at

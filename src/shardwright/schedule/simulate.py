@@ -66,8 +66,8 @@ def simulate(
     schedule: Schedule, times: Sequence[StageTimes], edges: Edges = (), sizes: Sequence[MicrobatchMemory] | None = None
 ) -> SimulatedRun:
     """Run a schedule that has passed `check` with these times, one for each stage."""
-    if len(times) != schedule.segments:
-        raise ScheduleError(f"{schedule} has {schedule.segments} stages, but there are times of {len(times)}")
+    if len(times) != schedule.stages:
+        raise ScheduleError(f"{schedule} has {schedule.stages} stages, but there are times of {len(times)}")
     wiring = dependencies_of(schedule, edges)
     spans = _spans(schedule, wiring, times)
     ends = _end_times(wiring, spans)
@@ -101,7 +101,7 @@ def _spans(schedule: Schedule, wiring: Dependencies, times: Sequence[StageTimes]
     for kind in STEP_KINDS:
         for seconds in each[kind]:
             spans += [seconds] * schedule.microbatches
-    block = schedule.segments * schedule.microbatches
+    block = schedule.stages * schedule.microbatches
     first = STEP_KINDS.index("W") * block
     for row in wiring.rows:
         for number in row:
@@ -171,15 +171,15 @@ def lower_bound(
             back = times[edge.source].backward + times[edge.source].weight
             tail[edge.target] = max(tail[edge.target], tail[edge.source] + back + sent)
     most = 0.0
-    for segments in _by_device(holders):
-        work = sum(times[at].prologue + microbatches * sum(times[at][:3]) for at in segments)
-        most = max(most, min(head[at] for at in segments) + work + min(tail[at] for at in segments))
+    for stages in _by_device(holders):
+        work = sum(times[at].prologue + microbatches * sum(times[at][:3]) for at in stages)
+        most = max(most, min(head[at] for at in stages) + work + min(tail[at] for at in stages))
     return most
 
 
 def _by_device(holders: Sequence[Devices]) -> Iterable[list[int]]:
-    segments: dict[int, list[int]] = {}
-    for segment, devices in enumerate(holders):
+    stages: dict[int, list[int]] = {}
+    for stage, devices in enumerate(holders):
         for device in devices:
-            segments.setdefault(device, []).append(segment)
-    return segments.values()
+            stages.setdefault(device, []).append(stage)
+    return stages.values()

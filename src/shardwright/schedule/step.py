@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from ..errors import ScheduleError, raise_all
+from ..layout import MOST_DEVICES
 
 StepKind = Literal["P", "F", "B", "W"]
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
-STEP = re.compile(r"([PFBW])(\d+)\.(\d+)")
+STEP = re.compile(r"([PFBW])(\d{1,9})\.(\d{1,9})")
 
 Devices = tuple[int, ...]
 
@@ -29,17 +30,19 @@ class Step(NamedTuple):
     """One step of a device. A tuple, because a planner makes and hashes them by the million."""
 
     kind: StepKind
-    segment: int
+    stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.segment}.{self.microbatch}"
+        return f"{self.kind}{self.stage}.{self.microbatch}"
 
     @staticmethod
     def parse(text: str) -> Step:
         """The step that is written so: "F0.3"."""
         if not (match := STEP.fullmatch(text)):
-            raise ScheduleError(f"{text!r} is no step; write kind, stage and microbatch as in F0.3, kind one of PFBW")
+            raise ScheduleError(
+                f"{text[:80]!r} is no step; write kind, stage and microbatch as in F0.3, kind one of PFBW"
+            )
         return Step(cast(StepKind, match[1]), int(match[2]), int(match[3]))
 
 
@@ -66,23 +69,23 @@ class Schedule:
             yield f"it has {len(self.devices)} devices and {len(self.holders)} stages; both must be at least 1"
         if self.microbatches < 1:
             yield f"it has {self.microbatches} microbatches; it must have at least 1"
-        for segment, devices in enumerate(self.holders):
+        for stage, devices in enumerate(self.holders):
             if not devices:
-                yield f"stage {segment} lies on no device"
+                yield f"stage {stage} lies on no device"
             if list(devices) != sorted(set(devices)):
-                yield f"stage {segment} lies on the devices {devices}; name each once, in rising order"
+                yield f"stage {stage} lies on the devices {devices}; name each once, in rising order"
             if unknown := [device for device in devices if not 0 <= device < len(self.devices)]:
-                yield f"stage {segment} lies on the devices {unknown}; there are only 0 to {len(self.devices) - 1}"
+                yield f"stage {stage} lies on the devices {unknown}; there are only 0 to {len(self.devices) - 1}"
         for steps in {id(steps): steps for steps in self.devices}.values():
             for step in steps:
                 if step.kind not in STEP_KINDS:
                     yield f"{step} has the kind {step.kind!r}; the kinds are {', '.join(STEP_KINDS)}"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.segments} stages, {len(self.devices)} devices, {self.microbatches} microbatches)"
+        return f"{self.name} ({self.stages} stages, {len(self.devices)} devices, {self.microbatches} microbatches)"
 
     @property
-    def segments(self) -> int:
+    def stages(self) -> int:
         return len(self.holders)
 
     @property
@@ -100,21 +103,21 @@ class Schedule:
 
     def held_by(self, device: int) -> tuple[int, ...]:
         """The stages of a device."""
-        return tuple(segment for segment, devices in enumerate(self.holders) if device in devices)
+        return tuple(stage for stage, devices in enumerate(self.holders) if device in devices)
 
     def groups(self) -> tuple[Devices, ...]:
         """Devices that hold and run the same, in the order of their first: they do all at the same time."""
-        segments: list[list[int]] = [[] for _ in self.devices]
-        for segment, devices in enumerate(self.holders):
+        stages: list[list[int]] = [[] for _ in self.devices]
+        for stage, devices in enumerate(self.holders):
             for device in devices:
-                segments[device].append(segment)
+                stages[device].append(stage)
         same: dict[int, int] = {}  # rows that are one object are not compared
         first: dict[tuple[Step, ...], int] = {}
         groups: dict[tuple[int, ...], list[int]] = {}
         for device, steps in enumerate(self.devices):
             if id(steps) not in same:
                 same[id(steps)] = first.setdefault(steps, device)
-            groups.setdefault((same[id(steps)], *segments[device]), []).append(device)
+            groups.setdefault((same[id(steps)], *stages[device]), []).append(device)
         return tuple(tuple(devices) for devices in groups.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -166,7 +169,9 @@ def read_devices(text: str) -> Devices:
     """Devices from "0-3,8"."""
     devices: list[int] = []
     for word in text.split(","):
-        if not (run := re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)):
-            raise ScheduleError(f"{text!r} names no devices; write them as in 0-3,8")
+        if not (run := re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", word)):
+            raise ScheduleError(f"{text[:80]!r} names no devices; write them as in 0-3,8")
+        if int(run[2] or run[1]) >= MOST_DEVICES:
+            raise ScheduleError(f"device {run[2] or run[1]} is too many; there may be {MOST_DEVICES}")
         devices += range(int(run[1]), int(run[2] or run[1]) + 1)
     return tuple(devices)

@@ -49,7 +49,7 @@ class ParameterSpec:
             )
         for axis in self.storage.axes:
             if self.layout.shard_of(axis) is not None:
-                faults.append(f"{axis} already cuts it, so {self.storage.title} has nothing to split there")
+                faults.append(f"{axis} already shards it, so {self.storage.title} has nothing to split there")
             elif self.trainable and axis not in self.sums:
                 faults.append(
                     f"{self.storage.title} over {axis} needs its gradient to be summed over {axis}; "
@@ -86,7 +86,7 @@ def storage_layout(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
 
 
 def _even_lengths(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]) -> list[int]:
-    """What is left of each dim, or 0 for a dim that another axis cuts unevenly: no cut can be minor to that."""
+    """What is left of each dim, or 0 for a dim that another axis shards unevenly: no shard can be minor to that."""
     lengths = []
     for size, shards in zip(shape, layout.shards, strict=True):
         even = all(sharding.even(sizes[sharding.axis]) for sharding in shards)

@@ -3,7 +3,7 @@
     trainer = sw.Trainer(model=net, train_data=rows, batch_size=64, max_steps=1000, plan="auto", directory="runs/first")
     trainer.fit()
 
-It compiles the model for all ranks of the run, makes the loaders, goes on from a checkpoint if asked, and gives the
+It compiles the model for all ranks of the run, makes the loaders, resumes from a checkpoint if asked, and gives the
 rest to `Loop`. The same from a file: `shardwright train config.yaml` (`config.py`).
 """
 
@@ -34,7 +34,7 @@ from ..runtime.world import here, start
 from .agreement import Agreement
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
-from .feed import BatchSource, sizes_of
+from .feed import BatchSource, check_packing, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
 from .loop import Progress, TrainingLoop
 from .meters import Meter
@@ -78,7 +78,7 @@ class Trainer:
         optimization: accumulation, clipping, loss scale, parameter groups: how gradients become an update
         batch_size: rows of one update, over all ranks
         loader: how batches are made of rows
-        max_steps: the last step; max_epochs or this must be said
+        max_steps: the last step; max_epochs or this must be given
         max_epochs: the number of epochs
         validation: when the validation data is looked at
         plan: "auto", a plan string such as "dp=2,tp=2", or the path of a plan file
@@ -88,11 +88,11 @@ class Trainer:
         pipeline: microbatches, their semantics, and when backward runs; see sw.PipelineOptions
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
         inputs: "global": every rank loads the global batch; "per_replica": each data-parallel group its rows
-        compile: which outputs leave the model (here "scalars" if not said: only numbers), which inputs have no batch
+        compile: which outputs leave the model (here "scalars" if not given: only numbers), which inputs have no batch
             dim, what is not captured; see sw.CompileOptions
         seed: of everything that is drawn
         directory: the folder of the run
-        resume: go on from the "last" or the "best" checkpoint of the folder, or from one at a path
+        resume: continue from the "last" or the "best" checkpoint of the folder, or from one at a path
         weights: begin with the weights of a safetensors file or a Hugging Face folder
         checkpoints: when the run is saved; false for never
         logging: where numbers go and how often, and steps to trace
@@ -142,6 +142,7 @@ class Trainer:
         sizes = self.optimization.micro_batch_size, self.optimization.accumulate
         rows, self.accumulate = sizes_of(batch_size, *sizes, train_data)
         options = read_options(LoaderOptions, loader)
+        check_packing(options, self.optimization.reduction, train_data)
         self.source = BatchSource(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
                              sampler=options.sampler)  # fmt: skip
         self.val_source = None if val_data is None else BatchSource(
@@ -221,7 +222,7 @@ class Trainer:
         return plan
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, with a checkpoint. One rank's wish is enough; it may come at any time."""
+        """End the run after this step, with a checkpoint. One rank's request is enough; it may come at any time."""
         self.stop_reason = self.stop_reason or reason
 
     @property
@@ -292,9 +293,10 @@ class Trainer:
         finally:
             self.fire("on_finish")
             self._finish_logs()
+            self.run.give_free()
 
     def _compile(self) -> None:
-        """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
+        """Compile, and make all that a step needs. The original is let go: the shards are the truth."""
         if self._compiled:
             return
         self.world = start(self.compile_options.timeout)
@@ -321,13 +323,15 @@ class Trainer:
         return last if self.max_steps is None else min(last, self.max_steps)
 
     def _find_checkpoint(self, write: bool) -> Path | None:
-        """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
+        """The checkpoint to resume from, found before anything is compiled; a folder that holds a run is refused."""
         self.world, meeting = start(self.compile_options.timeout), checkpoint_ranks()
         kept = self.checkpoints or Checkpoints()
 
         def find() -> Path | None:
             if not meeting.first:
                 return None
+            if write:
+                self.run.own()
             if self.resume is not None:
                 return self.run.find(self.resume, kept.metric, kept.mode)
             if write:

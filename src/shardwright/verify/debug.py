@@ -222,10 +222,10 @@ class _Comparison:
         """The global gradient of a value, summed over all its uses, through their reshards."""
         if not self.original.values[name].requires_grad:
             return
-        converters = [
+        reshards = [
             op for op in self.program.body if op.target.startswith("comm.") and graph_value(op.inputs[0]) == name
         ]
-        near = converters[0] if converters else producer
+        near = reshards[0] if reshards else producer
         shards = [watched.values[name].grad for watched in self.every]
         layout = self.program.layouts[name].gradient()
         yield self._seen("backward", near, name, layout, shards, self.original.values[name].grad, self.scale)

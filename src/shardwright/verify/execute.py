@@ -89,7 +89,7 @@ class ProgramInterpreter:
         wanted = {
             axes
             for op in program.ops
-            for key in ("axes", "rows", "classes")
+            for key in ("axes", "samples", "classes")
             if isinstance(axes := op.argument(key), tuple) and axes
         }
         self.groups = Groups(program.mesh, sorted(wanted))

@@ -36,15 +36,15 @@ def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
     if len(stages) == 1:
         parts: tuple[tuple[str, ...], ...] = (tuple(choices),)
     else:
-        storage_options = {name: number for number, segment in enumerate(stages) for name in segment.choices}
+        storage_options = {name: number for number, stage in enumerate(stages) for name in stage.choices}
         parts = parts_like(
             OpSequence(analyse(new)), {name: storage_options[before] for name, before in names.items()}, len(stages)
         )
-    segments = tuple(
-        replace(segment, choices={name: choices.get(name, {}) for name in part})
-        for segment, part in zip(stages, parts, strict=True)
+    planned = tuple(
+        replace(stage, choices={name: choices.get(name, {}) for name in part})
+        for stage, part in zip(stages, parts, strict=True)
     )
-    return replace(plan, entries={new.entry: segments}, fingerprints={new.entry: new.fingerprint})
+    return replace(plan, entries={new.entry: planned}, fingerprints={new.entry: new.fingerprint})
 
 
 def _match_casts(old: Graph, new: Graph) -> dict[str, str]:

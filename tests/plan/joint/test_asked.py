@@ -25,13 +25,13 @@ def search(*entries, analysis=None, size=4, **options):
 
 
 def firsts(plan):
-    """The first module of each segment."""
-    return [next(iter(segment.choices)).partition(" / ")[0] for segment in plan.segments]
+    """The first module of each stage."""
+    return [next(iter(stage.choices)).partition(" / ")[0] for stage in plan.stages]
 
 
 def test_stages_microbatches_and_schedule():
     plan = search({"stages": 2}, {"microbatches": 4}, {"schedule": "1f1b"}).plan
-    assert len(plan.segments) == 2 and plan.microbatches == 4 and plan.schedule == "1f1b"
+    assert len(plan.stages) == 2 and plan.microbatches == 4 and plan.schedule == "1f1b"
     assert "keeps to constraints, entry 1: {stages: 2}" in plan.notes
 
 
@@ -54,7 +54,7 @@ def test_modules_stay_whole():
     plan = search(
         {"stages": 2}, {"schedule": "1f1b"}, {"module": [f"layers.{n}" for n in range(8)], "cut": "never"}
     ).plan
-    names = [{name.partition(" / ")[0].rpartition(".")[0] for name in segment.choices} for segment in plan.segments]
+    names = [{name.partition(" / ")[0].rpartition(".")[0] for name in stage.choices} for stage in plan.stages]
     assert not names[0] & names[1] - {""}
 
 
@@ -63,7 +63,7 @@ def test_modules_stay_whole():
     [
         ([{"stages": 5}], "5 stages are asked for, and there are 4 devices"),
         ([{"microbatches": 3}], "a batch of 4096 does not divide into 3 microbatches"),
-        ([{"microbatches": 8192}], "8192 microbatches are more than the batch has rows"),
+        ([{"microbatches": 8192}], "8192 microbatches are more than the batch has samples"),
         ([{"stages": 0}], "is no number of stages"),
         ([{"schedule": "2f2b"}], "there is no schedule '2f2b'"),
         ([{"stages": 2}, {"stages": 3}], "another entry asks for stages: 2"),
@@ -85,4 +85,4 @@ def test_more_stages_than_the_model_has_parts():
 
 def test_axes_are_those_that_are_named():
     plan = search({"stages": 2}, {"axis": "tp", "size": 2}, analysis=language(layers=4)).plan
-    assert all(segment.mesh.sizes == {"tp": 2} for segment in plan.segments)
+    assert all(stage.mesh.sizes == {"tp": 2} for stage in plan.stages)

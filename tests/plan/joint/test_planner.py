@@ -38,7 +38,7 @@ def slow_network(cluster: Cluster, bandwidth: float) -> Cluster:
 
 
 def layers(trial, search):
-    """How many layers each segment has."""
+    """How many layers each stage has."""
     ops = [search.line.ops[search.blocks.places[a] : search.blocks.places[b]] for a, b in pairs(trial.bounds)]
     return [sum("linear" in op.target for op in part) for part in ops]
 
@@ -91,7 +91,7 @@ def test_bounds_are_below_what_they_bound():
     assert uneven
 
 
-def test_a_batch_in_one_piece_passes_stages_of_any_size_one_after_the_other():
+def test_a_batch_undivided_passes_stages_of_any_size_one_after_the_other():
     assert bound_of([2.0, 4.0], 1, fill=1.0) == 2.0  # the whole batch on the faster seat: nothing is quicker
     assert bound_of([4.0, 4.0], 4, fill=1.0) == pytest.approx(2.0 * 4 + 2.0)  # two stages, and one waits once
 
@@ -120,9 +120,7 @@ def test_short_memory_is_met_by_recomputing_or_more_stages():
     result = find_joint(analysis, cluster, MIXED, SearchOptions(memory=short))
     if result.pipeline is not None:
         assert max(peak.peak for peak in result.pipeline.memory) <= short
-    tight = PipelineSearch(
-        setup(analysis, cluster, training=MIXED, room=short, **request)
-    )
+    tight = PipelineSearch(setup(analysis, cluster, training=MIXED, room=short, **request))
     again = tight.run().best
     assert again is None or (
         again.seconds > wide.seconds and max(again.memory(pp_rank) for pp_rank in range(2)) <= short
@@ -133,11 +131,11 @@ def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
     analysis, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
     result = find_joint(analysis, cluster, MIXED, SearchOptions())
     plan = result.plan
-    names = [name for segment in plan.segments for name in segment.choices]
+    names = [name for stage in plan.stages for name in stage.choices]
     assert sorted(names) == sorted(op.name for op in analysis.graph.ops)
     assert plan.size == 8 and plan.schedule and plan.is_pipeline
     prediction = predicted(result, cluster, MIXED, analysis.graph)
-    assert prediction["seconds"] > 0 and len(prediction["pipeline"]["stages"]) == len(plan.segments)
+    assert prediction["seconds"] > 0 and len(prediction["pipeline"]["stages"]) == len(plan.stages)
     assert 0 <= prediction["pipeline"]["bubble"] < 1 <= prediction["pipeline"]["balance"]
     assert prediction["memory"]["peak"] <= prediction["limit"]
 

@@ -2,10 +2,10 @@
 
     h, mask, side = first(x)       mask is an integer that crosses, side has nothing to do with the loss
     y       = second(h)
-    z       = third(y, h, mask)    h skips a part, and goes to two takers
+    z       = third(y, h, mask)    h skips a part, and goes to two receivers
     loss .. = last(z, h, side, target)   the mean over the labels that count
 
-Any neighbouring parts make a segment. Samples are split into microbatches, and those over dp.
+Any neighbouring parts make a stage. Samples are split into microbatches, and those over dp.
 Tied, the last part has the weight of the first. One parameter is never used.
 """
 
@@ -112,7 +112,7 @@ class Single(torch.nn.Module):
         return known["loss"], known["logits"], known["hits"], known["decay"], known["aside"]
 
 
-class Segment(Program):
+class Stage(Program):
     """Some parts, on the rows of a microbatch and a rank."""
 
     counts = ()
@@ -172,7 +172,7 @@ class Segment(Program):
         return comm.invariant(w, self.dp)
 
 
-# -- segments on meshes --------------------------------------------------------------------
+# -- stages on meshes --------------------------------------------------------------------
 
 
 @dataclass
@@ -193,10 +193,10 @@ def layout_of(mesh, rows):
     return make_layout([[contiguous_shard(mesh.axes[0], rows)] if mesh.size > 1 else [], []])
 
 
-def parts_of(segments):
-    """(parts, takes, gives) for each segment, when segment k has `segments[k]` parts."""
+def parts_of(stages):
+    """(parts, takes, gives) for each stage, when stage k has `stages[k]` parts."""
     found, at = [], 0
-    for many in segments:
+    for many in stages:
         parts = PARTS[at : at + many]
         inner = [name for part in parts for name in part[2]]
         takes = dict.fromkeys(name for part in parts for name in part[1] if name not in inner)
@@ -209,19 +209,19 @@ def parts_of(segments):
 def crossings_of(sharding, meshes, rows, dtype):
     home = {name: number for number, (_, _, gives) in enumerate(sharding) for name in gives}
     found = []
-    for taker, (_, takes, _) in enumerate(sharding):
+    for receiver, (_, takes, _) in enumerate(sharding):
         for name in takes:
             if name not in INPUTS:
                 shape = (rows,) if name == "mask" else (rows, WIDTH)
-                sides = [meshes[home[name]], meshes[taker]]
+                sides = [meshes[home[name]], meshes[receiver]]
                 source_layout, target_layout = (
                     Layout(shards=layout_of(mesh, rows).shards[: len(shape)]) for mesh in sides
                 )
                 found.append(
                     StageCrossing(
                         value=name,
-                        giver=home[name],
-                        taker=taker,
+                        sender=home[name],
+                        receiver=receiver,
                         shape=shape,
                         dtype=torch.int64 if name == "mask" else dtype,
                         gradient=name != "mask",
@@ -233,10 +233,10 @@ def crossings_of(sharding, meshes, rows, dtype):
     return tuple(found)
 
 
-def leaving_of(last_segment, rows, dtype):
+def leaving_of(last_stage, rows, dtype):
     def out(value, how, shape, gradient=True, kind=dtype):
         return PipelineOutput(
-            value=value, segment=last_segment, how=how, shape=shape, dtype=kind, gradient=gradient, path=value
+            value=value, stage=last_stage, how=how, shape=shape, dtype=kind, gradient=gradient, path=value
         )
 
     return (
@@ -259,7 +259,7 @@ def build(
     rank,
     schedule,
     forward,
-    segments,
+    stages,
     *,
     rows=ROWS,
     backward="inside",
@@ -269,7 +269,7 @@ def build(
 ):
     """The pipeline on one rank. All ranks must call it."""
     meshes = [mesh_of(devices) for devices in schedule.holders]
-    sharding = parts_of(segments)
+    sharding = parts_of(stages)
     moment, random, full = Moment(schedule.microbatches), Randomness(), values(dtype)
     pp_ranks = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
     placed, parameters = [], {}
@@ -280,7 +280,7 @@ def build(
         stage, own = None, {}
         if rank in mesh.devices:
             rest = (groups, ("dp",), torch.device("cpu"), random)
-            stage = Segment(parts, takes, gives, rows, moment, recomputed, *rest)
+            stage = Stage(parts, takes, gives, rows, moment, recomputed, *rest)
             for key, held in keys.items():
                 if held.name not in parameters:
                     local = shard_tensor(full[held.name], held, mesh.sizes, coordinates(groups))
@@ -300,7 +300,7 @@ def build(
     pipeline = PipelineSpec(
         placed=tuple(placed),
         crossings=crossings_of(sharding, meshes, rows // schedule.microbatches, dtype),
-        leaving=leaving_of(len(segments) - 1, rows, dtype),
+        leaving=leaving_of(len(stages) - 1, rows, dtype),
         schedule=schedule,
         forward=forward,
         moment=moment,

@@ -1,7 +1,7 @@
-"""Random pipelines of tiny segments under random schedules, each with the answer of one device.
+"""Random pipelines of tiny stages under random schedules, each with the answer of one device.
 
-A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks,
-sharded or replicated. A value that no later segment reads leaves as a sum. Some values have no gradient.
+A stage computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks,
+sharded or replicated. A value that no later stage reads leaves as a sum. Some values have no gradient.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Case:
     """A pipeline and a schedule of it."""
 
     schedule: Schedule
-    sources: tuple[tuple[int, ...], ...]  # for each segment those that it reads
-    sharding: tuple[bool, ...]  # whether a segment's ranks have different rows
-    smooth: tuple[bool, ...]  # whether a segment's value has a gradient
+    sources: tuple[tuple[int, ...], ...]  # for each stage those that it reads
+    sharding: tuple[bool, ...]  # whether a stage's ranks have different rows
+    smooth: tuple[bool, ...]  # whether a stage's value has a gradient
 
     @property
     def edges(self):
@@ -43,14 +43,14 @@ class Case:
     @property
     def sinks(self):
         read = {source for found in self.sources for source in found}
-        return [segment for segment in range(len(self.sources)) if segment not in read]
+        return [stage for stage in range(len(self.sources)) if stage not in read]
 
 
 def random_case(seed: int) -> Case:
     chance = random.Random(seed)
-    segments, microbatches, ranks = chance.randint(1, 5), chance.randint(1, 5), chance.randint(1, 4)
+    stages, microbatches, ranks = chance.randint(1, 5), chance.randint(1, 5), chance.randint(1, 4)
     sources = tuple(
-        tuple(sorted(chance.sample(range(target), min(target, chance.randint(1, 2))))) for target in range(segments)
+        tuple(sorted(chance.sample(range(target), min(target, chance.randint(1, 2))))) for target in range(stages)
     )
     holders = tuple(
         tuple(sorted(chance.sample(range(ranks), min(ranks, chance.choice([1, 1, 2, 3]))))) for _ in sources
@@ -67,18 +67,18 @@ def random_case(seed: int) -> Case:
 def random_steps(case: Case, chance: random.Random) -> tuple[tuple[Step, ...], ...]:
     """Some order in which every step comes after what it needs."""
     microbatches = range(case.schedule.microbatches)
-    apart = {segment for segment in range(len(case.sources)) if chance.random() < 0.4}
+    apart = {stage for stage in range(len(case.sources)) if chance.random() < 0.4}
     needs: dict[Step, set[Step]] = {}
-    for segment, found in enumerate(case.sources):
+    for stage, found in enumerate(case.sources):
         for at in microbatches:
-            needs[Step("F", segment, at)] = {Step("F", source, at) for source in found}
-            needs[Step("B", segment, at)] = {Step("F", segment, at)} | {
+            needs[Step("F", stage, at)] = {Step("F", source, at) for source in found}
+            needs[Step("B", stage, at)] = {Step("F", stage, at)} | {
                 Step("B", target, at)
                 for target, read in enumerate(case.sources)
-                if segment in read and case.smooth[segment]
+                if stage in read and case.smooth[stage]
             }
-            if segment in apart:
-                needs[Step("W", segment, at)] = {Step("B", segment, at)}
+            if stage in apart:
+                needs[Step("W", stage, at)] = {Step("B", stage, at)}
     rows: list[list[Step]] = [[] for _ in case.schedule.devices]
     eager = chance.choice([None, "F", "B"])
     while needs:
@@ -88,7 +88,7 @@ def random_steps(case: Case, chance: random.Random) -> tuple[tuple[Step, ...], .
         del needs[step]
         for wanted in needs.values():
             wanted.discard(step)
-        for device in case.schedule.holders[step.segment]:
+        for device in case.schedule.holders[step.stage]:
             rows[device].append(step)
     return tuple(map(tuple, rows))
 
@@ -137,8 +137,8 @@ def batch(case):
     return torch.linspace(-1, 1, rows * WIDTH, dtype=torch.float64).view(rows, WIDTH)
 
 
-def layout_of(case, segment, mesh):
-    if not case.sharding[segment] or mesh.size == 1:
+def layout_of(case, stage, mesh):
+    if not case.sharding[stage] or mesh.size == 1:
         return replicated(2)
     return make_layout([[contiguous_shard(mesh.axes[0], ROWS)], []])
 
@@ -166,8 +166,8 @@ def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Te
     crossings = tuple(
         StageCrossing(
             value=f"v{source}",
-            giver=source,
-            taker=target,
+            sender=source,
+            receiver=target,
             shape=(ROWS, WIDTH),
             dtype=torch.float64,
             gradient=case.smooth[source],
@@ -178,7 +178,7 @@ def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Te
         for source in found
     )
     leaving = tuple(
-        PipelineOutput(value=f"sum{sink}", segment=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
+        PipelineOutput(value=f"sum{sink}", stage=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
         for sink in case.sinks
     )
     pipeline = PipelineSpec(
@@ -193,7 +193,7 @@ def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Te
 
 
 def run_rank(case: Case, rank: int, transport, apart=False) -> tuple[dict, dict]:
-    """The sums and the weights' gradients that a rank has, by segment; `apart`: all forwards, then all backwards."""
+    """The sums and the weights' gradients that a rank has, by stage; `apart`: all forwards, then all backwards."""
     pipeline, leaves = pipeline_of(case, rank)
     executor = PipelineExecutor(pipeline, rank, transport, torch.device("cpu"))
     run = ScheduleRun((batch(case),), frozenset(range(len(case.sinks))))
@@ -221,7 +221,7 @@ def on_one_device(case: Case) -> tuple[dict, dict]:
 
 
 def compare(case: Case, results: list[tuple[dict, dict]]) -> None:
-    """Results of sharding segments add up, those of whole ones are the same everywhere."""
+    """Results of sharding stages add up, those of whole ones are the same everywhere."""
     sums, gradients = on_one_device(case)
     for number, held in enumerate(case.schedule.holders):
         found = [results[rank] for rank in held]

@@ -42,7 +42,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(Program):
-    """One segment of a chain. The last gives a loss."""
+    """One stage of a chain. The last gives a loss."""
 
     def __init__(self, times, last, *rest):
         super().__init__(*rest)
@@ -54,9 +54,9 @@ class Sleeper(Program):
 
 
 def running(schedule, times):
-    """This rank's part of a chain of sleeping segments."""
+    """This rank's part of a chain of sleeping stages."""
     rank, moment = here().rank, Moment(schedule.microbatches)
-    count = schedule.segments
+    count = schedule.stages
     groups = {held: Groups(Mesh(axes=(), devices=held)) for held in sorted(set(schedule.holders))}
     placed = tuple(
         PlacedStage(
@@ -74,12 +74,12 @@ def running(schedule, times):
     )
     crossings = tuple(
         StageCrossing(
-            value=f"x{number}", giver=number, taker=number + 1, shape=(4,), dtype=torch.float32, gradient=True,
+            value=f"x{number}", sender=number, receiver=number + 1, shape=(4,), dtype=torch.float32, gradient=True,
             source_layout=replicated(1), target_layout=replicated(1),
         )
         for number in range(count - 1)
     )  # fmt: skip
-    leaving = PipelineOutput(value="loss", segment=count - 1, how="sum", shape=(), dtype=torch.float32, gradient=True)
+    leaving = PipelineOutput(value="loss", stage=count - 1, how="sum", shape=(), dtype=torch.float32, gradient=True)
     pipeline = PipelineSpec(
         placed=placed, crossings=crossings, leaving=(leaving,), schedule=schedule,
         forward=forward_only(schedule.holders, schedule.microbatches), moment=moment,

@@ -26,11 +26,11 @@ PARTS = {1: (4,), 2: (2, 2), 3: (1, 2, 1), 4: (1, 1, 1, 1)}
 
 
 def schedules(kind, pp_ranks, microbatches):
-    """The training schedule, the one for inference, and how many parts each segment has."""
+    """The training schedule, the one for inference, and how many parts each stage has."""
     made = spread(schedule_kind(kind).make(len(pp_ranks), microbatches), pp_ranks)
-    last = [made.segments - 1]
+    last = [made.stages - 1]
     forward = forward_only(made.holders, microbatches)
-    return with_prologue(made, last), with_prologue(forward, last), PARTS[made.segments]
+    return with_prologue(made, last), with_prologue(forward, last), PARTS[made.stages]
 
 
 def ready(rank, kind, pp_ranks, microbatches, **options):

@@ -120,15 +120,15 @@ def most_at_once(rank, microbatches, training):
         crossings=(
             StageCrossing(
                 value="wide",
-                giver=0,
-                taker=1,
+                sender=0,
+                receiver=1,
                 shape=(WIDE,),
                 source_layout=replicated(1),
                 target_layout=replicated(1),
                 **kind,
             ),
         ),
-        leaving=(PipelineOutput(value="y", segment=1, how="sum", shape=(), **kind),),
+        leaving=(PipelineOutput(value="y", stage=1, how="sum", shape=(), **kind),),
         schedule=one_f_one_b(2, microbatches),
         forward=forward_only(2, microbatches),
         moment=moment,

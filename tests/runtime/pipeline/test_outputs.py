@@ -12,7 +12,7 @@ INTERLEAVED = Shard(axis="mb", blocks=(Block(2, 3, 2),))  # twelve rows: two run
 
 
 def out(how, shape, **rest):
-    return PipelineOutput(value="y", segment=0, how=how, shape=shape, dtype=torch.float64, gradient=True, **rest)
+    return PipelineOutput(value="y", stage=0, how=how, shape=shape, dtype=torch.float64, gradient=True, **rest)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def out(how, shape, **rest):
 )
 def test_a_gradient_goes_the_way_that_the_value_came(leaving):
     whole = torch.randn(leaving.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pieces = [microbatch_gradient(leaving, whole, 3, at) if leaving.how == "cat" else whole + at for at in range(3)]
-    leaves = [piece.clone().requires_grad_() for piece in pieces]
+    shards = [microbatch_gradient(leaving, whole, 3, at) if leaving.how == "cat" else whole + at for at in range(3)]
+    leaves = [shard.clone().requires_grad_() for shard in shards]
     joined = combine(leaving, leaves)
     assert joined.shape == leaving.shape
     if leaving.how == "cat":

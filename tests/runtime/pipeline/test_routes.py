@@ -1,4 +1,4 @@
-"""Routes between meshes: every taker gets every element of its piece once, from a rank that holds it."""
+"""Routes between meshes: every receiver gets every element of its shard once, from a rank that holds it."""
 
 from collections import Counter
 
@@ -44,7 +44,7 @@ def side(draw, ranks=8):
 
 
 def local(x, layout, mesh, rank):
-    """The piece of a rank, sharding by the other implementation."""
+    """The shard of a rank, sharding by the other implementation."""
     at, sizes = mesh.coordinates(rank), mesh.sizes
     for dim, cuts in enumerate(layout.shards):
         for sharding in cuts:
@@ -55,12 +55,12 @@ def local(x, layout, mesh, rank):
 @settings(max_examples=300, deadline=None)
 @given(side(), side())
 def test_every_element_arrives_once_from_a_holder(one, two):
-    (giver, held), (taker, wanted) = one, two
+    (sender, held), (receiver, wanted) = one, two
     x = torch.arange(12 * 18).view(SHAPE)
-    outs = {rank: torch.full_like(local(x, wanted, taker, rank), -1) for rank in taker.devices}
+    outs = {rank: torch.full_like(local(x, wanted, receiver, rank), -1) for rank in receiver.devices}
     filled = {rank: torch.zeros_like(out) for rank, out in outs.items()}
-    for leg in routes(held, giver, wanted, taker, SHAPE):
-        mine = local(x, held, giver, leg.source)
+    for leg in routes(held, sender, wanted, receiver, SHAPE):
+        mine = local(x, held, sender, leg.source)
         message = leg.pack(mine)
         assert message.is_contiguous() and message.numel() == leg.elements > 0
         straight = leg.straight(outs[leg.target])
@@ -71,16 +71,16 @@ def test_every_element_arrives_once_from_a_holder(one, two):
         leg.carry(torch.ones_like(mine), (once := torch.zeros_like(outs[leg.target])))
         filled[leg.target] += once
     for rank, out in outs.items():
-        assert torch.equal(out, local(x, wanted, taker, rank))
+        assert torch.equal(out, local(x, wanted, receiver, rank))
         assert (filled[rank] == 1).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(side(), side())
 def test_a_rank_takes_from_itself_what_it_has(one, two):
-    (giver, held), (taker, wanted) = one, two
-    at = {rank: local_region(held, SHAPE, giver.sizes, giver.coordinates(rank)) for rank in giver.devices}
-    for leg in routes(held, giver, wanted, taker, SHAPE):
+    (sender, held), (receiver, wanted) = one, two
+    at = {rank: local_region(held, SHAPE, sender.sizes, sender.coordinates(rank)) for rank in sender.devices}
+    for leg in routes(held, sender, wanted, receiver, SHAPE):
         if leg.target in at and at[leg.target] == at[leg.source]:
             assert leg.source == leg.target
 
@@ -88,16 +88,16 @@ def test_a_rank_takes_from_itself_what_it_has(one, two):
 @settings(max_examples=200, deadline=None)
 @given(side(), side())
 def test_copies_share_the_sending(one, two):
-    (giver, held), (taker, wanted) = one, two
+    (sender, held), (receiver, wanted) = one, two
     sends = Counter()
-    for leg in routes(held, giver, wanted, taker, SHAPE):
+    for leg in routes(held, sender, wanted, receiver, SHAPE):
         if leg.source != leg.target:
             sends[leg.source] += 1
-    pieces = {}
-    for rank in giver.devices:
-        piece = local_region(held, SHAPE, giver.sizes, giver.coordinates(rank))
-        pieces.setdefault(piece, []).append(rank)
-    for ranks in pieces.values():
+    shards = {}
+    for rank in sender.devices:
+        shard = local_region(held, SHAPE, sender.sizes, sender.coordinates(rank))
+        shards.setdefault(shard, []).append(rank)
+    for ranks in shards.values():
         loads = [sends[rank] for rank in ranks]
         assert max(loads) - min(loads) <= 1
 

@@ -19,7 +19,7 @@ KINDS = ("gpipe", "1f1b", "eager", "interleaved", "zb", "zbv")
 
 def times_of(schedule):
     """Stages that are not alike: every third takes half as long again."""
-    return [StageTimes(UNIT * (1.5 if at % 3 == 1 else 1.0), UNIT, UNIT) for at in range(schedule.segments)]
+    return [StageTimes(UNIT * (1.5 if at % 3 == 1 else 1.0), UNIT, UNIT) for at in range(schedule.stages)]
 
 
 def schedules():
@@ -57,13 +57,13 @@ def measured():
 def test_a_schedule_takes_as_long_as_the_simulation_says(measured, name):
     schedule = schedules()[name]
     times = times_of(schedule)
-    run = simulate(schedule, times, [(at, at + 1) for at in range(schedule.segments - 1)])
+    run = simulate(schedule, times, [(at, at + 1) for at in range(schedule.stages - 1)])
     ends = measured[name]
     assert max(ends) == pytest.approx(run.total, rel=0.1)
     bubble = 1.0 - sum(run.busy) / (RANKS * max(ends))
     assert bubble == pytest.approx(run.bubble, abs=0.1)
-    said = [max(row) for row in run.ends]
+    message = [max(row) for row in run.ends]
     for a in range(RANKS):
         for b in range(RANKS):
-            if said[a] + UNIT / 2 < said[b]:
+            if message[a] + UNIT / 2 < message[b]:
                 assert ends[a] < ends[b], f"rank {a} should be done before rank {b}"

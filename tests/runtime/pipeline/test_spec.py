@@ -20,8 +20,8 @@ KIND = {"dtype": torch.float64, "gradient": True}
 def crossing(**changes) -> StageCrossing:
     usual = {
         "value": "h",
-        "giver": 0,
-        "taker": 1,
+        "sender": 0,
+        "receiver": 1,
         "shape": (4,),
         "source_layout": replicated(1),
         "target_layout": replicated(1),
@@ -37,7 +37,7 @@ def pipeline(**changes) -> PipelineSpec:
             PlacedStage(number=1, mesh=meshes[1], takes=("h",), gives=("y",)),
         ),
         "crossings": (crossing(),),
-        "leaving": (PipelineOutput(value="y", segment=1, how="sum", shape=(), **KIND),),
+        "leaving": (PipelineOutput(value="y", stage=1, how="sum", shape=(), **KIND),),
         "schedule": one_f_one_b(2, 4),
         "forward": forward_only(2, 4),
         "moment": Moment(4),
@@ -52,7 +52,7 @@ def test_parts_that_fit_are_a_pipeline():
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"taker": 0}, "from stage 0 to itself"),
+        ({"receiver": 0}, "from stage 0 to itself"),
         ({"source_layout": replicated(2)}, "source layout has 2 dims"),
         ({"target_layout": replicated(0)}, "target layout has 0 dims"),
         ({"source_layout": make_layout(((),), {"tp": Partial("sum")})}, "source layout is .*reduce pending sums"),
@@ -86,16 +86,16 @@ def test_all_faults_are_named_at_once():
             placed=(replace(first, number=1, gives=()), replace(second, takes=("h", "mask"), gives=())),
             schedule=one_f_one_b(2, 3),
         )
-    said = str(error.value)
+    message = str(error.value)
     for fault in ("stages are numbered [1, 1]", "stage 0 does not give h", "stage 1 does not give y",
                   "stage 1 takes mask, which does not cross to it", "has 3 microbatches, not 4"):  # fmt: skip
-        assert fault in said
+        assert fault in message
 
 
 @pytest.mark.parametrize(("dim", "fine"), [(-2, True), (1, True), (2, False), (-3, False)])
 def test_an_output_is_joined_along_one_of_its_dims(dim, fine):
     if fine:
-        assert PipelineOutput(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND).dim == dim
+        assert PipelineOutput(value="y", stage=0, how="cat", shape=(4, 2), dim=dim, **KIND).dim == dim
     else:
         with pytest.raises(LayoutError, match="to join"):
-            PipelineOutput(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND)
+            PipelineOutput(value="y", stage=0, how="cat", shape=(4, 2), dim=dim, **KIND)

@@ -101,7 +101,7 @@ class Leaves:
         return updates
 
     def check_writes(self) -> None:
-        """Buffers and parameters may change in a step; others may not, and the caller is told that theirs stay."""
+        """Buffers and parameters may change in a step; others may not, and the caller is warned that theirs stay."""
         for key, handle in self.owned_parameters.items():
             self._check_earlier_reads(key, frozenset(handle.past))
         for key, handle in self.outside.items():

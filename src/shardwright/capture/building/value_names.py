@@ -40,7 +40,8 @@ def value_names(
             assigned = _assigned(builder.steps, index)
         for number, name in enumerate(step.outputs):
             role = (roles or {}).get(name) or _returned_name(builder.steps, index)
-            options[name] = _assigned_name(step, assigned, number) or role or _own_name(step, options)
+            written = builder.names.get(name) or _assigned_name(step, assigned, number)
+            options[name] = written or role or _own_name(step, options)
     return _numbered(options)
 
 
@@ -67,7 +68,7 @@ def _ends_line(steps: Sequence[DraftOp], index: int) -> bool:
 
 
 def _assigned(steps: Sequence[DraftOp], index: int) -> tuple[str, ...]:
-    """What the line that a step ends assigns to. A line that returns goes on in the line that called it."""
+    """What the line that a step ends assigns to. A line that returns continues in the line that called it."""
     here = steps[index].place
     assert here.source is not None
     lines = (*here.callers, here.source)

@@ -25,14 +25,16 @@ from ..building.leaves import Leaves
 from .grouped_heads import fold_repeated_heads, is_attention
 from .known_values import KnownValues
 from .mask_data import MaskData
-from .meanings import Meanings, broadcast
+from .meaning import broadcast
+from .meanings import Meanings
+from .packed_positions import by_places
 from .predicates import Place
 from .structure import NEVER, NotStructured, hides_with_a_number, rows_of, structure_of, visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMask:
-    """A mask that an attention op goes on to read, and what it means or why that is not known."""
+    """A mask that an attention op still reads, and what it means or why that is not known."""
 
     value: str
     reason: str = ""
@@ -116,7 +118,7 @@ def _proved(meanings: Meanings, step: DraftOp) -> ProvedMask:
     if info.gradient:
         raise NotStructured("it has a gradient")
     meaning = broadcast(meanings.of(mask.name), info.shape, shape)
-    predicate = visible(meaning, info.dtype)
+    predicate = by_places(visible(meaning, info.dtype), meanings)
     structure = structure_of(predicate, shape)
     _check(meanings, mask.name, structure, shape)
     return ProvedMask(structure, rows_of(predicate, shape), hides_with_a_number(meaning))
@@ -133,7 +135,7 @@ def dense_mask_notes(masks: Iterable[DenseMask], names: Mapping[str, str], infos
 
 
 def _structure(meanings: Meanings, step: DraftOp, data: MaskData) -> DenseMask | None:
-    """Structure one attention op; the mask, if it goes on to read one."""
+    """Structure one attention op; the mask, if it still reads one."""
     mask, shape = step.arguments.get("attn_mask"), _scores(meanings, step)
     if not isinstance(mask, ValueRef):
         step.mask = MaskStructure(after=0) if step.arguments.get("is_causal") else MaskStructure()
@@ -163,19 +165,21 @@ def _write(meanings: Meanings, step: DraftOp, proved: ProvedMask, data: MaskData
     query, key, value = (meanings.info(step.arguments[name].name).shape for name in ("query", "key", "value"))
     if proved.by_number and not structure.sees_in_every_row(*shape[-2:]):
         raise NotStructured("a query that sees no key would have uniform weights")
+    by_key = structure == MaskStructure(padding=structure.padding)
+    if step.arguments.get("dropout_p") and not by_key:
+        raise NotStructured("attention has dropout")
     if len(query) != 4 or query[0] != key[0] or key[:3] != value[:3] or query[1] % key[1]:
         raise NotStructured("attention is not of [batch, heads, length, width]")
     producer = meanings.values.producers.get(mask, step)
     origin = replace(producer.place, region=None)  # several attention ops may read it, in and out of regions
     padding = data.padding(structure.padding, proved.rows, shape, origin)
-    if padding is not None and structure == MaskStructure(padding=structure.padding):
-        step.arguments["attn_mask"] = data.by_key(padding, origin)
-        return
-    if step.arguments.get("dropout_p"):
-        raise NotStructured("attention has dropout")
     documents = None
     if structure.documents is not None:
         documents = data.row(structure.documents, proved.rows[structure.documents], shape, origin)
+    _name(meanings, producer, padding=padding, documents=documents)
+    if padding is not None and by_key:
+        step.arguments["attn_mask"] = data.by_key(padding, origin)
+        return
     arguments = {
         "query_documents": documents, "key_documents": documents, "padding": padding, "before": structure.before,
         "after": structure.after, "prefix": structure.prefix or None, "scale": step.arguments.get("scale"),
@@ -183,6 +187,15 @@ def _write(meanings: Meanings, step: DraftOp, proved: ProvedMask, data: MaskData
     step.arguments = {name: step.arguments[name] for name in ("query", "key", "value")}
     step.arguments |= {name: argument for name, argument in arguments.items() if argument is not None}
     step.target = STRUCTURED
+
+
+def _name(meanings: Meanings, mask: DraftOp, **data: ValueRef | None) -> None:
+    """Data goes by what it is, where the line that makes it names the mask."""
+    for name, ref in data.items():
+        step = None if ref is None else meanings.values.producers.get(ref.name)
+        line = mask.place if step is None else step.place
+        if ref is not None and (line.owner, line.source) == (mask.place.owner, mask.place.source):
+            meanings.builder.names[ref.name] = name
 
 
 def _scores(meanings: Meanings, step: DraftOp) -> tuple[int, ...]:

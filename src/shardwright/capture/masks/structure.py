@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...ir import MaskStructure
-from .meanings import Cases, Element, Meaning
+from .meaning import Cases, Element, Meaning
 from .predicates import (
     Affine,
     Conjunction,

@@ -21,16 +21,16 @@ Mix = tuple[tuple[StageSolution, float], ...]
 """Solutions, and the share of each."""
 
 LONG = 6
-"""Microbatches per segment that are simulated; each of the rest takes as long as the slowest rank needs for one."""
+"""Microbatches per stage that are simulated; each of the rest takes as long as the slowest rank needs for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTrial:
     """One pipeline.
 
-    parts      the stage of each segment, in the order of the graph
-    bounds     the blocks at which segments begin, and the end
-    links      seconds that a microbatch's values take to enter each segment but the first
+    parts      the stage of each stage, in the order of the graph
+    bounds     the blocks at which stages begin, and the end
+    links      seconds that a microbatch's values take to enter each stage but the first
     """
 
     pp_ranks: tuple[RankDevices, ...]
@@ -46,11 +46,11 @@ class PipelineTrial:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The pipeline rank of each segment."""
+        """The pipeline rank of each stage."""
         return tuple(pp_rank for (pp_rank,) in self.schedule.holders(len(self.pp_ranks)))
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """The segments of a pipeline rank."""
+        """The stages of a pipeline rank."""
         return [part for part, holder in enumerate(self.holders) if holder == pp_rank]
 
     @property

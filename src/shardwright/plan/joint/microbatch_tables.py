@@ -202,7 +202,7 @@ class MicrobatchTables:
         skeleton = self.context.recomputing if recomputing else self.context.plain
         if recomputing:
             like = self.tables(pp_rank, microbatches)
-            return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
+            return Tables(skeleton, like.spaces, like.storing, like.replica_axes, like) if like is not None else None
         return self._plain(skeleton, pp_rank, microbatches)
 
     def _plain(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> Tables | None:

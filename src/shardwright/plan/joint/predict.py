@@ -34,7 +34,7 @@ def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, g
         "estimate": _short(min(result.piped.bound, trial.seconds)),  # the lowest bound left; not a proof
         "stopped": result.piped.stopped,
         "compute": _short(_mean(trial, "compute")),
-        "waited": _short(_mean(trial, "waited")),
+        "blocking": _short(_mean(trial, "waited")),
         "exposed": _short(trial.seconds - _mean(trial, "compute") - _mean(trial, "waited") - trial.once),
         "update": _short(trial.once),
         "stored": {how: int(size) for how, size in stored_bytes(graph, outcome.plan.storage).items()},
@@ -45,11 +45,11 @@ def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, g
             "stages": [_stage(result, number) for number in range(len(trial.parts))],
             "flat": _flat(flat, trial),
             "others": [
-                {"said": describe_trial(other, solved.names), "seconds": _short(other.seconds)}
+                {"text": describe_trial(other, solved.names), "seconds": _short(other.seconds)}
                 for other in _distinct(result.piped.others, trial)
             ],
-            "looked": result.piped.tried,
-            "left": result.piped.pruned,
+            "tried": result.piped.tried,
+            "pruned": result.piped.pruned,
         },
         "memory": {"peak": int(peak.peak), **{kind: int(getattr(peak, kind)) for kind in KINDS}},
         "at": {"phase": peak.at[1], "op": peak.at[0]},
@@ -68,7 +68,7 @@ def made_for(cluster: Cluster, training: TrainingSetup, graph: Graph) -> dict[st
         "masters": training.masters,
         "precision": training.precision_name,
         "accumulate": training.accumulate,
-        "rows": [],
+        "replica_axes": [],
         "outputs": "all" if large else "scalars",
     }
 
@@ -82,10 +82,10 @@ def pipeline_summary(outcome: JointResult) -> dict[str, Any]:
     names = {} if best is None else {best.pp_ranks[0].names[1]: "tp"}
     return {
         "pipelines": {
-            "best": None if best is None else {"said": describe_trial(best, names), "seconds": _short(best.seconds)},
+            "best": None if best is None else {"text": describe_trial(best, names), "seconds": _short(best.seconds)},
             "estimate": _short(min(piped.bound, 1e12)),
-            "looked": piped.tried,
-            "left": piped.pruned,
+            "tried": piped.tried,
+            "pruned": piped.pruned,
             "stopped": piped.stopped,
         }
     }
@@ -126,7 +126,7 @@ def _stage(result: PipelineResult, number: int) -> dict[str, Any]:
         "forward": _short(part.forward),
         "backward": _short(part.backward),
         "weight": _short(part.weight),
-        "waited": _short(part.waited),
+        "blocking": _short(part.waited),
         "once": _short(part.once),
         "enters": _short(trial.links[number - 1]) if number else 0.0,
         "memory": int(result.memory[trial.holders[number]].peak),

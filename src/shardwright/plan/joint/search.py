@@ -144,7 +144,7 @@ class PipelineSearch:
                 known[key] = choice
             choices.append(known[key])
         pairs = [(pp_ranks[a], pp_ranks[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
-        entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
+        entering = [self.entering(sender, receiver, microbatches) for sender, receiver in pairs]
         stages = self.stages(choices, entering)
         both = [2.0 * more for more in entering]
         cuts = cut_into_stages(stages, both, (microbatches - 1) * schedule.stages_per_rank, schedule.fill)
@@ -231,24 +231,24 @@ class PipelineSearch:
             stages.append(known[key])
         return stages
 
-    def width(self, segments: int) -> int:
-        """The most blocks a segment may have: those within 2.5 times its share of the work."""
+    def width(self, stages: int) -> int:
+        """The most blocks a stage may have: those within 2.5 times its share of the work."""
         count = self.blocks.count
-        if count <= 64 or segments <= 2:
+        if count <= 64 or stages <= 2:
             return count
         load = np.concatenate([[0.0], np.cumsum(np.add.reduceat(self.blocks.weights, self.blocks.places[:-1]))])
-        most = 2.5 * load[-1] / segments
+        most = 2.5 * load[-1] / stages
         ends = np.searchsorted(load, load[:-1] + most, side="right")
         return int(np.max(ends - np.arange(count)))
 
     def choice(
-        self, pp_rank: RankDevices, microbatches: int, flight: float, segments: int, width: int
+        self, pp_rank: RankDevices, microbatches: int, flight: float, stages: int, width: int
     ) -> StageChoice | None:
         front = self.fronts.of(pp_rank, microbatches)
         if front is None or front.fastest is None:
             return None
-        room = (self.setup.room(pp_rank) - self.reserve) / segments
-        each = flight / segments
+        room = (self.setup.room(pp_rank) - self.reserve) / stages
+        each = flight / stages
         fastest = self.fronts.sums(front, front.fastest, width)
         solutions: list[StageSolution] = [front.fastest]
         if float((fastest.stored + each * fastest.saved).max()) > room:
@@ -257,14 +257,14 @@ class PipelineSearch:
             front, solutions, [self.fronts.sums(front, solution, width) for solution in solutions], each, room
         )
 
-    def entering(self, giver: RankDevices, taker: RankDevices, microbatches: int) -> np.ndarray:
+    def entering(self, sender: RankDevices, receiver: RankDevices, microbatches: int) -> np.ndarray:
         """Seconds to send the values of a microbatch from one pipeline rank to another, for each bound."""
-        ends = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
-        spans = tuple(self.cluster.span(pair) for pair in ends) if giver.devices != taker.devices else ()
-        key = (spans, microbatches, min(giver.data, taker.data))
+        ends = ((sender.devices[0], receiver.devices[0]), (sender.devices[-1], receiver.devices[-1]))
+        spans = tuple(self.cluster.span(pair) for pair in ends) if sender.devices != receiver.devices else ()
+        key = (spans, microbatches, min(sender.data, receiver.data))
         if key not in self._entering:
             batched, unbatched = self.blocks.crossing
-            bytes = batched / self.setup.parts(microbatches) / min(giver.data, taker.data) + unbatched
+            bytes = batched / self.setup.parts(microbatches) / min(sender.data, receiver.data) + unbatched
             measured = self.cluster.measured
             self._entering[key] = np.array([
                 max((collective_time("send", size, span, measured) for span in spans), default=0.0)
@@ -286,8 +286,8 @@ class PipelineSearch:
         """A pipeline of these stages, with its simulated time."""
         holders = [pp_rank for (pp_rank,) in schedule.holders(len(pp_ranks))]
         links = tuple(
-            float(self.entering(pp_ranks[giver], pp_ranks[taker], microbatches)[bound])
-            for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
+            float(self.entering(pp_ranks[sender], pp_ranks[receiver], microbatches)[bound])
+            for sender, receiver, bound in zip(holders, holders[1:], bounds[1:], strict=False)
         )
         _, total = run_of(schedule, len(pp_ranks), microbatches, stages, links)
         once = self.leaving + max(

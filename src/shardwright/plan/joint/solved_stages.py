@@ -133,7 +133,7 @@ class Refiner:
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedPipeline:
-    """A trial with its segments solved."""
+    """A trial with its stages solved."""
 
     trial: PipelineTrial
     solved: tuple[SolvedStage, ...]
@@ -152,7 +152,7 @@ class SolvedPipeline:
 
     @cached_property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """The ops of each segment."""
+        """The ops of each stage."""
         return self.line.parts([self.places[bound] for bound in self.trial.bounds[1:-1]])
 
     @cached_property
@@ -176,7 +176,7 @@ class SolvedPipeline:
         return {data: data, inner: inner, **renamed}
 
     def choices(self, number: int) -> Choices:
-        """The choice of each op of a segment on its axes, including the microbatch axis."""
+        """The choice of each op of a stage on its axes, including the microbatch axis."""
         return self._choices[number]
 
     @cached_property
@@ -214,7 +214,7 @@ class SolvedPipeline:
 
     @cached_property
     def storage(self) -> dict[str, Storage]:
-        """How parameters are stored; those of several segments as in the first."""
+        """How parameters are stored; those of several stages as in the first."""
         storage: dict[str, Storage] = {}
         for number, solved in enumerate(self.solved):
             tables, states = solved.solution.tables, solved.solution.picked
@@ -246,10 +246,10 @@ class SolvedPipeline:
         trial = self.trial
         meshes = [timed(replace(stage.mesh, devices=()), self.times) for stage in self.stages]
         placers = place_stages(self.analysis, self.staged, self.stages, meshes, self.storage, cluster).placers
-        walked = [self._simulate(number, placer, cluster, training) for number, placer in enumerate(placers)]
+        simulated = [self._simulate(number, placer, cluster, training) for number, placer in enumerate(placers)]
         pp_ranks = len(trial.pp_ranks)
         schedule = trial.schedule.steady(pp_ranks, trial.microbatches)
-        return tuple(rank_memory(schedule, pp_rank, walked, training) for pp_rank in range(pp_ranks))
+        return tuple(rank_memory(schedule, pp_rank, simulated, training) for pp_rank in range(pp_ranks))
 
     @cached_property
     def stages(self) -> tuple[PlanStage, ...]:

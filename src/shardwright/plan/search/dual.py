@@ -10,7 +10,7 @@ is at most the time of every x within the limit. L is concave, and each minimise
     L(y) <= a(r) + g(r) . y        y = (mu without each phase's first form, lambda)          Multipliers.cut
 
 `Dual.steps` walks: solve at some y, add the plane, let the planes say where L may be largest (`Dual.highest`, a tiny
-linear programme), go on halfway between there and the best y so far. a(r) is at least L(0), which is solved before the
+linear programme), then halfway between there and the best y so far. a(r) is at least L(0), which is solved before the
 planes are asked, so the linear programme has an easy start. So is the least memory: its plane keeps lambda finite.
 """
 

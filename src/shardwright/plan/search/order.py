@@ -1,6 +1,6 @@
 """In which order variables are eliminated. The order decides how large tables get, never what is found.
 
-Two habits make equal layers meet as equal sub-problems:
+Two conventions make equal layers meet as equal sub-problems:
 
     inside     `split_variables` keeps, on each border between layers, the variables of one side. What is left of a
                layer then touches its own borders only, and is eliminated first, in an order that depends on the

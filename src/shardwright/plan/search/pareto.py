@@ -44,7 +44,7 @@ class TooMany(PlanError):
 
 
 class Stopped(PlanError):
-    """The search was told to stop."""
+    """The search was asked to stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class ParetoSearch:
         """The best point with a time up to bound + gap, if there is one; maybe one that is slower.
 
         With `thin`, no cell keeps more vectors than that, and what is found need not be the best. TooMany if it is
-        more than `effort` of what is looked at otherwise, Stopped if it is told to.
+        more than `effort` of what is looked at otherwise, Stopped if it is asked to.
         """
         self.thin = thin
         self.most_rows, self.most_compared = int(effort * MOST_ROWS), int(effort * MOST_COMPARED)

@@ -165,7 +165,7 @@ class Solution:
     bound: float  # nothing within the limit is faster than this
     exact: bool  # proved to be the best
     least_memory: float  # nothing at all takes less memory than this
-    stopped: bool  # was told to stop: the best so far
+    stopped: bool  # was asked to stop: the best so far
     multipliers: Floats | None = None  # those of the bound
 
     @property

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_kernels import CHUNK, AttentionKernel, finite
+from .attention_kernels import CHUNK, BlockKernel, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +72,22 @@ def attend(
 
     k and v may have fewer heads. A query that sees none of the keys has a result of 0 and a log-sum-exp of -inf.
     """
-    kernel = AttentionKernel.of(q, v, scale)
+    kernel = BlockKernel.of(q, v, scale)
     block = _Block(queries, keys, visible)
-    pieces = list(block.pieces(chunked=not kernel.fused))
-    if len(pieces) == 1 and len(pieces[0].rows) == queries.count:  # nothing to join, nothing to copy
-        return _attend_piece(kernel, q, k, v, block, pieces[0])
+    tiles = list(block.tiles(chunked=not kernel.fused))
+    if len(tiles) == 1 and len(tiles[0].rows) == queries.count:  # nothing to join, nothing to copy
+        return _attend_tile(kernel, q, k, v, block, tiles[0])
     batch, heads, count, _ = q.shape
     out = q.new_zeros((batch, count, heads, v.shape[-1]), dtype=kernel.precision).transpose(1, 2)  # as kernels write it
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=kernel.precision)
     done = 0
-    for piece in pieces:
-        part = _attend_piece(kernel, q, k, v, block, piece)
-        rows, _ = piece.slices
-        if piece.rows.start < done:  # pieces come in the order of their rows
+    for tile in tiles:
+        part = _attend_tile(kernel, q, k, v, block, tile)
+        rows, _ = tile.slices
+        if tile.rows.start < done:  # tiles come in the order of their rows
             part = merge(out[:, :, rows], lse[:, :, rows], *part)
         out[:, :, rows], lse[:, :, rows] = part
-        done = piece.rows.stop
+        done = tile.rows.stop
     return out.to(q.dtype), lse
 
 
@@ -112,17 +112,17 @@ def attend_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from this block; `out` and `lse` are those over all keys, of all blocks."""
-    kernel = AttentionKernel.of(q, v, scale)
+    kernel = BlockKernel.of(q, v, scale)
     block = _Block(queries, keys, visible)
     lse = finite(lse)
     totals: list[Tensor] = []
-    for piece in block.pieces(chunked=not kernel.fused):
-        rows, columns = piece.slices
+    for tile in block.tiles(chunked=not kernel.fused):
+        rows, columns = tile.slices
         parts = kernel.backward(
             *(x[:, :, rows] for x in (grad_out, q)), *(x[:, :, columns] for x in (k, v)),
-            *(x[:, :, rows] for x in (out, lse)), causal=piece.causal, seen=block.mask(piece, q.device),
+            *(x[:, :, rows] for x in (out, lse)), causal=tile.causal, seen=block.mask(tile, q.device),
         )  # fmt: skip
-        if (len(piece.rows), len(piece.keys)) == (queries.count, keys.count):  # then it is the only one
+        if (len(tile.rows), len(tile.keys)) == (queries.count, keys.count):  # then it is the only one
             return parts
         totals = totals or [torch.zeros_like(x, dtype=kernel.precision) for x in (q, k, v)]
         for total, part, at in zip(totals, parts, (rows, columns, columns), strict=True):
@@ -133,12 +133,20 @@ def attend_backward(
     return dq, dk, dv
 
 
-def _attend_piece(
-    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, piece: _Piece
+def dense_mask(queries: Places, keys: Places, visible: Visibility, device: torch.device) -> Tensor:
+    """The mask of all pairs, [B or 1, 1, Sq, Sk], for kernels that know nothing else."""
+    everything = _Tile(range(queries.count), range(keys.count), masked=True)
+    mask = _Block(queries, keys, visible).mask(everything, device)
+    assert mask is not None
+    return mask.expand(-1, -1, queries.count, -1)
+
+
+def _attend_tile(
+    kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, tile: _Tile
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = piece.slices
-    mask = block.mask(piece, q.device)
-    out, lse = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=piece.causal, seen=mask)
+    rows, columns = tile.slices
+    mask = block.mask(tile, q.device)
+    out, lse = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=tile.causal, seen=mask)
     if mask is not None:  # kernels may give 0 to a row that sees nothing
         lse = lse.masked_fill(~(mask if mask.dtype is torch.bool else mask > -math.inf).any(-1), -math.inf)
     return out, lse
@@ -147,7 +155,7 @@ def _attend_piece(
 # -- what is seen
 
 
-class _Piece(NamedTuple):
+class _Tile(NamedTuple):
     """A rectangle of pairs that a kernel is run on. A row sees all keys unless it is `causal` or `masked`."""
 
     rows: range
@@ -171,11 +179,11 @@ class _Block:
     keys: Places
     visible: Visibility
 
-    def pieces(self, *, chunked: bool) -> Iterator[_Piece]:
+    def tiles(self, *, chunked: bool) -> Iterator[_Tile]:
         """The rectangles that cover what is seen, in the order of their rows; `chunked`: small ones only."""
         visible = self.visible
         if visible.dense is not None:
-            yield _Piece(range(self.queries.count), range(self.keys.count), masked=True)
+            yield _Tile(range(self.queries.count), range(self.keys.count), masked=True)
             return
         documents = visible.key_documents is not None
         for rows in [range(self.queries.count)] if documents else self._regions():
@@ -184,15 +192,15 @@ class _Block:
                 yield from self._chunks(rows)
             elif self._alike(rows):
                 if first:
-                    yield _Piece(rows, first, masked=visible.padding is not None)
+                    yield _Tile(rows, first, masked=visible.padding is not None)
             elif first.start == last.start and self.queries.step == self.keys.step and visible.padding is None:
                 if len(first) > 1:
-                    yield _Piece(rows, first[:-1])
-                yield _Piece(rows, range(first.stop - 1, last.stop), causal=True)
+                    yield _Tile(rows, first[:-1])
+                yield _Tile(rows, range(first.stop - 1, last.stop), causal=True)
             else:
                 yield from self._chunks(rows)
 
-    def _chunks(self, rows: range) -> Iterator[_Piece]:
+    def _chunks(self, rows: range) -> Iterator[_Tile]:
         """Rows in chunks, with the keys that at least one of them can see."""
         by_place = self.visible.key_documents is None and self.visible.padding is None
         chunks = [rows[at : at + CHUNK] for at in range(0, len(rows), CHUNK)]
@@ -201,10 +209,10 @@ class _Block:
             first, last = self._reach(chunk[0]), self._reach(chunk[-1])
             keys = range(max(first.start, limit.start), min(last.stop, limit.stop))
             if keys:
-                yield _Piece(chunk, keys, masked=not (by_place and self._alike(chunk)))
+                yield _Tile(chunk, keys, masked=not (by_place and self._alike(chunk)))
 
     def _regions(self) -> Iterator[range]:
-        """Ranges of rows in each of which the first and the last key either stay or go on with every row."""
+        """Ranges of rows in each of which the first and the last key either stay or advance with every row."""
         rows, count = range(self.queries.count), self.keys.count
         after, prefix = self.visible.after or 0, self.visible.prefix
         tests: list[Callable[[int], bool]] = [
@@ -244,17 +252,18 @@ class _Block:
     def _place(self, row: int) -> int:
         return self.queries.start + row * self.queries.step
 
-    def mask(self, piece: _Piece, device: torch.device) -> Tensor | None:
-        """What the rows of a piece see of its keys, [B or 1, 1, rows or 1, keys]; None if it needs no mask."""
-        if not piece.masked:
+    def mask(self, tile: _Tile, device: torch.device) -> Tensor | None:
+        """What the rows of a tile see of its keys, [B or 1, 1, rows or 1, keys]; None if it needs no mask."""
+        if not tile.masked:
             return None
         visible = self.visible
         if visible.dense is not None:
             return visible.dense.reshape((1,) * (4 - visible.dense.ndim) + visible.dense.shape)
-        rows, columns = piece.slices
-        seen = torch.ones((1, 1, 1, len(piece.keys)), dtype=torch.bool, device=device)
-        if not self._alike(piece.rows):
-            query, key = self.queries.of(piece.rows, device)[:, None], self.keys.of(piece.keys, device)
+        rows, columns = tile.slices
+        seen = torch.ones((1, 1, 1, len(tile.keys)), dtype=torch.bool, device=device)
+        reach = self._reach(tile.rows[0])
+        if not self._alike(tile.rows) or tile.keys.start < reach.start or tile.keys.stop > reach.stop:
+            query, key = self.queries.of(tile.rows, device)[:, None], self.keys.of(tile.keys, device)
             if visible.before is not None:
                 seen = seen & (key >= query - visible.before)
             if visible.after is not None:

@@ -15,7 +15,9 @@ Backward goes around once more; the gradients of keys go straight back to the ra
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Shard
@@ -31,7 +33,7 @@ from shardwright.layout import Shard
 from ..collectives import blocks
 from ..collectives.ring import shift_async
 from ..world import Group
-from .attention_blocks import Places, Visibility, attend, attend_backward, merge
+from .attention_blocks import Places, Visibility, attend, attend_backward, dense_mask, merge
 from .random import Splits
 
 
@@ -49,18 +51,19 @@ def context_attention(
     padding: Tensor | None = None,
     scale: float | None = None,
     ring: Group | None = None,
-    sharding: Shard | None = None,
+    sharding: Shard | tuple[Shard, ...] | None = None,
     splits: Splits | None = None,
 ) -> Tensor:
     """Attention of this rank's queries: `F.scaled_dot_product_attention`, or with a structure `runtime.attention`.
 
-    ring       the ranks that share keys and values by `sharding`; None if this rank has all of them
+    ring       the ranks that share keys and values by `sharding`; None if this rank has all of them. Over several axes
+               it may be a shard for each, major to minor, of a size that divides
     splits     what shards the queries, if not the same
     attn_mask  its rows are this rank's queries, its columns all keys; padding and ids of documents are of all keys too
     """
     aligned = splits is None
     keys = _key_places(key.shape[-2], ring, sharding)
-    queries = _query_places(query.shape[-2], [(-2, _known(ring), sharding)] if splits is None else splits)
+    queries = keys[_known(ring).index] if splits is None else _query_places(query.shape[-2], splits)
     of_queries, of_keys = documents if isinstance(documents, tuple) else (documents, documents)
     visible = Visibility(before, 0 if is_causal else after, prefix, of_queries, of_keys, padding, attn_mask)
     return attend_blocks(query, key, value, AttentionCall(queries, keys, visible, scale, ring, aligned=aligned))
@@ -84,6 +87,9 @@ def attend_blocks(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
 
 def _applied(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     visible = call.visible
+    if call.ring is None and not torch._C._get_flash_sdp_enabled():  # of all devices: `sdpa_kernel(SDPBackend.MATH)`
+        mask = dense_mask(call.queries, call.keys[0], visible, query.device)
+        return scaled_dot_product_attention(query, key, value, mask, scale=call.scale, enable_gqa=True)
     data = (visible.query_documents, visible.key_documents, visible.padding, visible.dense)
     out: Tensor = _Attention.apply(query, key, value, *data, call)  # type: ignore[no-untyped-call]
     return out
@@ -101,12 +107,17 @@ def _query_places(count: int, splits: Splits) -> Places:
     return _places(count, sizes)
 
 
-def _key_places(count: int, ring: Group | None, sharding: Shard | None) -> tuple[Places, ...]:
+def _key_places(
+    count: int, ring: Group | None, sharding: Shard | tuple[Shard, ...] | None
+) -> tuple[Places, ...]:
     """The places of the keys of each rank of a ring."""
     if ring is None:
         return (Places(0, 1, count),)
-    total = sharding.elements if sharding else count * ring.size
-    shard = sharding or blocks.plain(total)
+    if isinstance(sharding, tuple):  # even ones, whose blocks have as many units as there are ranks
+        sizes = [shard.blocks[0].size for shard in sharding]
+        every = itertools.product(*map(range, sizes))  # the order of the ranks of a group
+        return tuple(_places(count, tuple(zip(sizes, index, sharding, strict=True))) for index in every)
+    shard = sharding or blocks.plain(count * ring.size)
     lengths = [shard.local(ring.size, index) for index in range(ring.size)]
     return tuple(_places(length, ((ring.size, index, shard),)) for index, length in enumerate(lengths))
 
@@ -249,13 +260,24 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: what is made here would have no gradient
             raise InputError(
                 "gradients of gradients (create_graph=True) don't go through this attention, as they don't through "
-                "torch's fused one; compute the penalty without it, or write attention as matmuls and a softmax"
+                "torch's fused one; run the step under sdpa_kernel(SDPBackend.MATH) of torch.nn.attention, with a plan "
+                "that does not split keys, or compute the penalty without them"
             )
         query, key, value, out, lse, *data = ctx.saved_tensors
         limits = ctx.call.visible
         call = replace(ctx.call, visible=Visibility(limits.before, limits.after, limits.prefix, *data))
+        if call.ring is None:  # nothing to add up
+            places = (call.queries, call.keys[0], call.visible, call.scale)
+            return *attend_backward(grad_out, query, key, value, out, lse, *places), *(None,) * 5
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        returning: list[Callable[[], Tensor]] = []
+        returning: deque[Callable[[], Tensor]] = deque()
+
+        def add_returned(at_most: int) -> None:
+            while len(returning) > at_most:
+                parts = _unpacked(returning.popleft()(), key, value, call.largest, key.shape[-2])
+                for total, part in zip(totals[1:], parts, strict=True):
+                    total += part
+
         for block in _blocks(key, value, call):
             visible = _seen(call, block.keys)
             dq, dk, dv = attend_backward(
@@ -268,10 +290,7 @@ class _Attention(torch.autograd.Function):
                 continue
             assert call.ring is not None
             returning.append(shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
-        for arrived in returning:
-            parts = _unpacked(arrived(), key, value, call.largest, key.shape[-2])
-            for total, part in zip(totals[1:], parts, strict=True):
-                total += part
+            add_returned(1)  # one is on its way while the next block is computed
+        add_returned(0)
         gradients = (total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True))
         return *gradients, *(None,) * 5
-

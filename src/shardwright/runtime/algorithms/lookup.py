@@ -32,7 +32,9 @@ def embedding_rows(
         return F.embedding(ids, weight, padding_idx)
     sharding = sharding or blocks.plain(weight.shape[0] * group.size)
     if rows is not None and rows != sharding.elements:
-        raise LayoutError(f"a table of {rows} rows over {' '.join(group.axes)} is cut as if it had {sharding.elements}")
+        raise LayoutError(
+            f"a table of {rows} rows over {' '.join(group.axes)} is sharded as if it had {sharding.elements}"
+        )
     if weight.shape[0] != sharding.local(group.size, group.index):
         raise LayoutError(
             f"rank {group.index} of {' '.join(group.axes)} holds {weight.shape[0]} rows of a table of "

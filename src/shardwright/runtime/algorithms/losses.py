@@ -40,7 +40,7 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    rows: Group | None = None,
+    samples: Group | None = None,
     classes: Group | None = None,
     sharding: Shard | None = None,
     size: int | None = None,
@@ -49,11 +49,11 @@ def cross_entropy(
     reduction: Average = "mean",
     label_smoothing: float = 0.0,
     count: Count | None = None,
-    whole: bool = False,
+    reduced: bool = False,
 ) -> Tensor:
-    """`F.cross_entropy`: over `rows` a share of the mean, over `classes` whole. `weight` is the whole vector.
+    """`F.cross_entropy`: over `samples` a share of the mean, over `classes` whole. `weight` is the whole vector.
 
-    With `whole` the mean itself, for which loss and count are summed over `rows` at once.
+    With `reduced` the mean itself, for which loss and count are summed over `samples` at once.
     """
     if classes is None or classes.process_group is None:
         how: Average = "sum" if reduction == "mean" else reduction
@@ -70,7 +70,7 @@ def cross_entropy(
         total = _each_row(logits, target, classes, sharding, size, weight, ignore_index, label_smoothing)
         total = total if reduction == "none" else total.sum()
     if reduction == "mean":
-        total = _mean(total, target, rows, weight, ignore_index, count, whole)
+        total = _mean(total, target, samples, weight, ignore_index, count, reduced)
     return _narrow(total, logits)
 
 
@@ -78,59 +78,59 @@ def nll_loss(
     logp: Tensor,
     target: Tensor,
     *,
-    rows: Group | None = None,
+    samples: Group | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Average = "mean",
     count: Count | None = None,
-    whole: bool = False,
+    reduced: bool = False,
 ) -> Tensor:
-    """`F.nll_loss`: over `rows` a share of the mean, or the mean itself if it is to be `whole`."""
+    """`F.nll_loss`: over `samples` a share of the mean, or the mean itself if it is to be `reduced`."""
     how: Average = "sum" if reduction == "mean" else reduction
     total = F.nll_loss(_wide(logp, how), target, weight, ignore_index=ignore_index, reduction=how)
     if reduction == "mean":
-        total = _mean(total, target, rows, weight, ignore_index, count, whole)
+        total = _mean(total, target, samples, weight, ignore_index, count, reduced)
     return _narrow(total, logp)
 
 
 def _mean(
     total: Tensor,
     target: Tensor,
-    rows: Group | None,
+    samples: Group | None,
     weight: Tensor | None,
     ignore_index: int,
     count: Count | None,
-    whole: bool,
+    reduced: bool,
 ) -> Tensor:
-    if whole and count is None and rows is not None and rows.process_group is not None:
+    if reduced and count is None and samples is not None and samples.process_group is not None:
         own = count_labels(target, weight=weight, ignore_index=ignore_index)
-        mean: Tensor = _WholeMean.apply(total, own, rows)  # type: ignore[no-untyped-call]
+        mean: Tensor = _WholeMean.apply(total, own, samples)  # type: ignore[no-untyped-call]
         return mean
-    count = count_labels(target, rows=rows, weight=weight, ignore_index=ignore_index) if count is None else count
+    count = count_labels(target, samples=samples, weight=weight, ignore_index=ignore_index) if count is None else count
     count = count() if callable(count) else count
     share = total / _number(count, total)
-    return all_reduce(share, rows) if whole and rows is not None else share
+    return all_reduce(share, samples) if reduced and samples is not None else share
 
 
 class _WholeMean(torch.autograd.Function):
-    """Sum over counts, both over all rows. Counts and sums travel together, in double: a count must be exact."""
+    """Sum over counts, both over all samples. Counts and sums travel together, in double: a count must be exact."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, rows: Group) -> Tensor:
-        summed, counted = all_reduce_no_grad(torch.stack([total.double(), count.double()]), rows)
-        ctx.counted, ctx.rows = counted.to(total.dtype), rows
+    def forward(ctx: Any, total: Tensor, count: Tensor, samples: Group) -> Tensor:
+        summed, counted = all_reduce_no_grad(torch.stack([total.double(), count.double()]), samples)
+        ctx.counted, ctx.samples = counted.to(total.dtype), samples
         mean: Tensor = summed / counted
         return mean.to(total.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return replicate(gradient, ctx.rows) / ctx.counted, None, None
+        return replicate(gradient, ctx.samples) / ctx.counted, None, None
 
 
 def count_labels(
-    target: Tensor, *, rows: Group | None = None, weight: Tensor | None = None, ignore_index: int = -100
+    target: Tensor, *, samples: Group | None = None, weight: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """By what the mean over all rows divides: the labels that count, by weight if there is one."""
+    """By what the mean over all samples divides: the labels that count, by weight if there is one."""
     with torch.no_grad():
         if target.is_floating_point():  # class probabilities: every row counts, whatever the weights
             counted = torch.tensor(target.numel() // target.shape[_class_dim(target)], device=target.device)
@@ -139,15 +139,15 @@ def count_labels(
         else:
             valid = target != ignore_index
             counted = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum()
-        return counted if rows is None or rows.process_group is None else all_reduce_no_grad(counted, rows)
+        return counted if samples is None or samples.process_group is None else all_reduce_no_grad(counted, samples)
 
 
 def begin_count(
-    target: Tensor, *, rows: Group, weight: Tensor | None = None, ignore_index: int = -100
+    target: Tensor, *, samples: Group, weight: Tensor | None = None, ignore_index: int = -100
 ) -> Callable[[], Tensor]:
     """`count_labels`, sent now and awaited by the loss."""
     counted = count_labels(target, weight=weight, ignore_index=ignore_index)
-    return (lambda: counted) if rows.process_group is None else all_reduce_async(counted, rows)
+    return (lambda: counted) if samples.process_group is None else all_reduce_async(counted, samples)
 
 
 def _number(count: Tensor | float, like: Tensor) -> Tensor | float:
@@ -159,7 +159,7 @@ def _class_dim(x: Tensor) -> int:
 
 
 def _wide(x: Tensor, reduction: Average) -> Tensor:
-    """A sum over many rows does not fit into float16."""
+    """A sum over many samples does not fit into float16."""
     return x.float() if x.dtype is torch.float16 and reduction == "sum" else x
 
 

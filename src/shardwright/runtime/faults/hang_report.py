@@ -136,13 +136,13 @@ def _message(reports: Mapping[int, RankReport]) -> str | None:
         if report["awaits"] is None or not report["waiting"]:
             continue
         (source, _), number = report["awaits"]
-        giver = reports.get(source)
-        sent = {json.dumps(group): count for group, count in giver["counts"]} if giver is not None else {}
+        sender = reports.get(source)
+        sent = {json.dumps(group): count for group, count in sender["counts"]} if sender is not None else {}
         count = sent.get(json.dumps(["message", [source, rank]]), 0)
-        if giver is None or count < number:
+        if sender is None or count < number:
             waits = f"rank {rank} in step {report['doing']} waits for message {number} of rank {source}"
             text = f"{waits}, which has sent {count}"
-            candidates.append((giver is not None and giver["waiting"], number, text))
+            candidates.append((sender is not None and sender["waiting"], number, text))
     return min(candidates)[2] if candidates else None
 
 

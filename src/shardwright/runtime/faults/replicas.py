@@ -62,11 +62,11 @@ def drifts(model: nn.Module) -> tuple[Drift, ...]:
         hashes = {name: hash_of(tensor) for name, tensor in _stored_tensors(model)}
     ids = {objects.text_digest(name): name for name in hashes}
     every = _gathered([[number, hashes[name]] for number, name in ids.items()], world.device)
-    by_piece: dict[int, dict[int, list[int]]] = {}
+    by_shard: dict[int, dict[int, list[int]]] = {}
     for rank, hashes_of_rank in enumerate(every):
         for number, value in hashes_of_rank:
-            by_piece.setdefault(number, {}).setdefault(value, []).append(rank)
-    apart = {number: values for number, values in by_piece.items() if len(values) > 1}
+            by_shard.setdefault(number, {}).setdefault(value, []).append(rank)
+    apart = {number: values for number, values in by_shard.items() if len(values) > 1}
     if not apart:
         return ()
     mine = {number: ids[number] for number in apart if number in ids}

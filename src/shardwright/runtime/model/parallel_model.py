@@ -163,7 +163,7 @@ class ParallelModel(ModelView):
         return state.full_state_dict(rank)
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors or pieces, saved under this plan or another."""
+        """Load whole tensors or shards, saved under this plan or another."""
         if self._state is None:
             options = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
             return self._user.load_state_dict(values, **options)
@@ -210,7 +210,7 @@ class ParallelModel(ModelView):
             self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "per_rank" else (args, kwargs)))
 
     def show(self, module: nn.Module) -> None:
-        """Have the parts of a module: of the original until the first call, of its pieces then."""
+        """Have the parts of a module: of the original until the first call, of its shards then."""
         self._around["root"] = module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
@@ -369,7 +369,7 @@ class ParallelModel(ModelView):
 
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state dict is loaded into the module that this model is a part of: load the own values, and leave pieces."""
+    """A state dict is loaded into the module that this model is a part of: load the own values, and leave shards."""
     state = model._state
     if state is None:
         return

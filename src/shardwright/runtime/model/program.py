@@ -8,8 +8,7 @@ A generated file holds one class. Loading it gives an object on which the user's
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
+import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ class Submodule:
         return self._path
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):  # by number: a segment holds some of the layers only
+        if isinstance(key, slice):  # by number: a stage holds some of the layers only
             return [self.__dict__[str(number)] for number in range(key.start or 0, key.stop, key.step or 1)]
         return self.__dict__[str(key)]
 
@@ -191,7 +190,7 @@ class Program:
     def region(self) -> Iterator[None]:
         """Around a recompute region. In forward it uses what is open already; in backward it opens all it needs.
 
-        What it opens it lets go at its end, which in backward may be sooner than its text says: torch stops it once
+        What it opens it releases at its end, which in backward may be sooner than its text says: torch stops it once
         everything that was asked for is there.
         """
         opened, lent, recomputing = self._opened, self._lent, self._recomputing
@@ -209,7 +208,7 @@ class Program:
     ) -> Any:
         """Call a part of the user's model that stays as it is, with the parameters and buffers of this program.
 
-        All ranks draw the same random numbers in it, unless its rows are split over a group.
+        All ranks draw the same random numbers in it, unless its samples are split over a group.
         """
         part = self.parts[key]
         passed = state or {}
@@ -221,7 +220,7 @@ class Program:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def experts(
-        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, sharding: Shard,
+        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, expert_axes: Group, sharding: Shard,
         state: Mapping[str, Tensor] | None = None, over: Group | None = None,
     ) -> Any:  # fmt: skip
         """Call a layer of experts of which every rank of a group has some: tokens go to where their experts are."""
@@ -230,7 +229,7 @@ class Program:
             output: Tensor = self.opaque(key, tokens, numbers, shares, state=state, over=over)
             return output
 
-        return experts(layer, hidden, index, weights, home, sharding)
+        return experts(layer, hidden, index, weights, expert_axes, sharding)
 
     def at_key(self, key: str) -> Tensor:
         """The tensor that was placed under a key."""
@@ -248,7 +247,7 @@ class Program:
         """A batch norm in training, over the samples of all ranks of a group; the module's buffers are updated."""
         self.update(f"{module}.num_batches_tracked", module.num_batches_tracked + 1)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, True, momentum, eps, over)
+        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, momentum, eps, over)
         assert mean is not None and var is not None  # they are there to be tracked
         self.update(f"{module}.running_mean", mean)
         self.update(f"{module}.running_var", var)
@@ -267,20 +266,24 @@ def recompute(method: Callable[..., Any], *inputs: Any) -> Any:
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def load_file(path: Path, name: str) -> ModuleType:
-    """Import a generated file, so that tracebacks and debuggers show its lines."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def load_text(text: str, path: Path, name: str) -> ModuleType:
+    """Run the text of a generated file as a module. Tracebacks and debuggers show its lines under `path`.
+
+    It is the text at hand that runs, whatever lies at `path`: the import machinery would rather take bytecode from
+    `__pycache__`, which it does not compare with the source and which somebody else may have put there.
+    """
+    file = str(path.absolute())
+    module = ModuleType(name)
+    module.__file__ = file
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # no mtime: never read again
     sys.modules[name] = module
-    spec.loader.exec_module(module)
-    _check_functions(path)
+    exec(compile(text, file, "exec", dont_inherit=True), vars(module))
+    _check_functions(text, path)
     return module
 
 
-def _check_functions(path: Path) -> None:
+def _check_functions(text: str, path: Path) -> None:
     """Refuse a call of a function that torch does not have now, and not in the first step."""
-    text = path.read_text(encoding="utf-8")
     unknown = {call for call in _CALL.findall(text) if not hasattr(_HOMES[call[0]], call[1])}
     if not unknown:  # else it may be a comment
         return
@@ -305,7 +308,7 @@ def shown(original: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The modules of the original, as what they are and with their attributes, holding other tensors.
 
     Names, classes, `training` and state dicts stay what they were. Only calling a part on its own is
-    refused: it would compute with pieces as if they were whole.
+    refused: it would compute with shards as if they were whole.
     """
     memo: dict[int, nn.Module] = {}
     root = _shown(original, "the model", memo)
@@ -342,6 +345,6 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     if method is not None:
         method.touch(f"calls {name}")
     raise InputError(
-        f"{name} is a part of a parallelized model and holds pieces: it can't be called on its own; call the whole "
+        f"{name} is a part of a parallelized model and holds shards: it can't be called on its own; call the whole "
         f"model or a method of it that calls the part, or parallelize the part by itself"
     )

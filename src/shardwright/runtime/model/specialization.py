@@ -71,7 +71,7 @@ class RankState:
     random: Randomness
     replica_axes: tuple[str, ...]
     persistent: tuple[str, ...] = ()  # the keys of buffers in the state dict
-    pp_ranks: state_dicts.Seats = ()  # of a pipeline: the contents of each mesh
+    pp_ranks: state_dicts.PipelineRankSpecs = ()  # of a pipeline: the contents of each mesh
     empty: set[str] = field(default_factory=set)  # first keys of parameters from meta without values yet
 
     @property

@@ -1,12 +1,12 @@
-"""The user's optimizer, kept as the object it is, working on pieces.
+"""The user's optimizer, kept as the object it is, working on shards.
 
-`adopt` puts the pieces in the places of the original parameters, in the same param groups,
-so that schedulers made before or after, hooks and `zero_grad` go on as they did. Then it
+`adopt` puts the shards in the places of the original parameters, in the same param groups,
+so that schedulers made before or after, hooks and `zero_grad` keep working. Then it
 depends on what the optimizer's update needs to see:
 
     update of an element needs    optimizers                   what step does
     --------------------------    --------------------------   ------------------------------------
-    that element                  SGD, Adam, AdamW, ..         runs on pieces
+    that element                  SGD, Adam, AdamW, ..         runs on shards
     its whole tensor              Adafactor, Muon              gathers, steps and cuts, one tensor at a time
     maybe everything              LBFGS, any unknown class     gathers all, steps once, cuts
 
@@ -97,7 +97,7 @@ def parameters_seen_by(optimizer: Optimizer) -> Sees:
 
 
 def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardedParameter | None]) -> None:
-    """Make an optimizer work on the pieces that replace its parameters (None: not held on this rank)."""
+    """Make an optimizer work on the shards that replace its parameters (None: not held on this rank)."""
     kind = _kind(optimizer, elsewhere=any(new is None for new in replaced.values()))
     remember_places(optimizer, {old: None if new is None else leaf_of(new) for old, new in replaced.items()})
     placed: dict[int, int] = {}
@@ -144,7 +144,7 @@ def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
     if kind != "element" and _is_stepping(optimizer):
         raise InputError(
             f"the model is compiled within {name}.step(closure), which has begun on the original parameters and would "
-            "go on with pieces as if they were whole; pass example=(...) to parallelize, or call the model once before"
+            "take shards for full tensors; pass example=(...) to parallelize, or call the model once before"
         )
     return kind
 
@@ -295,7 +295,7 @@ def _gathered_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> 
 
 
 def _gathered(leaf: Any) -> Tensor:
-    """A whole parameter with a whole gradient, or the tensor itself if it is not a piece."""
+    """A whole parameter with a whole gradient, or the tensor itself if it is not a shard."""
     if not isinstance(leaf, ShardedParameter) or leaf.groups is None:
         return leaf  # type: ignore[no-any-return]
     gradient = leaf.grad
@@ -321,7 +321,7 @@ def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
 def _on_shards(
     optimizer: Optimizer, shown: Sequence[tuple[Any, Tensor]], closure: Callable[[], Any]
 ) -> Callable[[], Any]:
-    """A closure runs the model and `zero_grad`: it needs pieces, up to date; then its gradients are gathered."""
+    """A closure runs the model and `zero_grad`: it needs shards, up to date; then its gradients are gathered."""
 
     def run() -> Any:
         _write_back(shown)
@@ -361,7 +361,7 @@ def _widened(value: Tensor, leaf: ShardedParameter) -> Tensor:
 
 
 def _gather_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
-    """The inverse of `_shard_state`. Names decide: by its shape a small factor might pass for a piece on some ranks."""
+    """The inverse of `_shard_state`. Names decide: by its shape a small factor might pass for a shard on some ranks."""
     if not isinstance(leaf, ShardedParameter) or leaf.groups is None or not leaf.spec.shape:
         return state
     names = leaf.sharded_keys

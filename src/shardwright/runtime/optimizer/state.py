@@ -1,10 +1,10 @@
 """The user's `optimizer.state_dict()` and `load_state_dict()`, as they are on one device.
 
-torch numbers an optimizer's state by the place of its parameters in the param groups. Pieces stand in these
+torch numbers an optimizer's state by the place of its parameters in the param groups. Shards stand in these
 places, some of them not on this rank (of a pipeline), and state is cut as they are. So both ways are translated,
 by the hooks that torch has for it:
 
-    state_dict        numbered by the places of the original parameters; state that is cut is a piece, which
+    state_dict        numbered by the places of the original parameters; state that is cut is a shard, which
                       refuses to be pickled (`state_values`), and what is whole is what one device would have
     load_state_dict   takes that, or what an optimizer of the original saved on one device
 """
@@ -39,7 +39,7 @@ def remember_places(optimizer: Optimizer, replaced: Mapping[Any, Any]) -> None:
 
 
 def is_adopted(optimizer: Optimizer) -> bool:
-    """Whether an optimizer knows that its parameters are pieces."""
+    """Whether an optimizer knows that its parameters are shards."""
     return optimizer in _places
 
 

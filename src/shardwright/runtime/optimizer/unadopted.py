@@ -1,7 +1,7 @@
 """Optimizers that have parameters of a compiled model without `sw.parallelize` knowing: made or extended after it.
 
-Their `step` sees pieces as if they were parameters. That is right where an update of an element needs that element only
-and the pieces are what is trained. It is not where the update looks at a whole tensor or at all of them, or where ZeRO
+Their `step` sees shards as if they were parameters. That is right where an update of an element needs that element only
+and the shards are what is trained. It is not where the update looks at a whole tensor or at all of them, or where ZeRO
 or a master has the optimizer update something else. torch calls `check_unadopted` before every step of every optimizer.
 """
 
@@ -31,7 +31,7 @@ _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # the param grou
 
 
 def check_unadopted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step that would be that of pieces; an optimizer is looked at again when it has got another group."""
+    """Refuse a step that would be that of shards; an optimizer is looked at again when it has got another group."""
     if _seen.get(optimizer) == len(optimizer.param_groups):
         return
     shards = [
@@ -45,7 +45,7 @@ def check_unadopted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     why = (
         f"{split[0].spec.name} is updated through a share or a master of it, which only parallelize can give to it"
         if split
-        else "an update may need more than the same element, and the model's parameters are pieces"
+        else "an update may need more than the same element, and the model's parameters are shards"
     )
     raise InputError(
         f"{name} has parameters of a compiled model that it did not have when it was passed to sw.parallelize: {why}. "

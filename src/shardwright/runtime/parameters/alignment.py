@@ -41,7 +41,7 @@ def expect_aligned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
             raise InputError(
                 f"{name.strip('_')} of parameter {mine[0].spec.name} with a tensor that is not known to belong to it: "  # type: ignore[attr-defined]
                 "in a pipeline a rank goes through the parameters of its own stages only, so that zip() with those of "
-                "another model pairs the wrong ones. For an average of the weights use shardwright.ema.EMA(model); to "
+                "another model pairs the wrong ones. For EMA use shardwright.ema.EMA(model); to "
                 "copy weights, model.full_state_dict(); for tensors beside parameters, make them of model.parameters() "
                 "once the model is compiled (p.detach().clone())"
             )

@@ -1,7 +1,7 @@
-"""Setting `.data` of a parameter, as swaps with an average of the weights and `vector_to_parameters` do.
+"""Setting `.data` of a parameter, as swaps with EMA weights and `vector_to_parameters` do.
 
 The parameter gets the memory that it is given, as on one device: who kept the old `.data` still has the old values.
-Where the optimizer updates a share of it (ZeRO-1 and 2), the share follows. A whole tensor is cut like the piece.
+Where the optimizer updates a share of it (ZeRO-1 and 2), the share follows. A full tensor is sharded like it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .local_ops import ShardPlacement, refusal
 
 
 def set_data(parameter: Any, value: Tensor, place: ShardPlacement | None, value_place: ShardPlacement | None) -> None:
-    """Give a parameter other values. `place` is where it lies if it is a piece, `given` the same of the values."""
+    """Give a parameter other values. `place` is where it lies if it is a shard, `given` the same of the values."""
     if parameter.owner is not None and parameter.slot is not None:  # a share, which is a view on its parameter
         with torch.no_grad():
             parameter.detach().copy_(value)

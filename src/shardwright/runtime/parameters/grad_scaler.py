@@ -1,7 +1,7 @@
-"""What a loss scaler finds in one rank's piece of a gradient, all ranks have found.
+"""What a loss scaler finds in one rank's shard of a gradient, all ranks have found.
 
 `torch.amp.GradScaler` divides gradients by its scale and notes whether one is not finite, in one call for all of a
-dtype. Ranks hold different pieces, and must all skip the step of their optimizers, or none.
+dtype. Ranks hold different shards, and must all skip the step of their optimizers, or none.
 """
 
 from __future__ import annotations

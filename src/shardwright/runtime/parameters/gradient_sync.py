@@ -24,7 +24,7 @@ gradient's own.
 Parameters that ZeRO-3 splits are not handled here but in `zero3`.
 
 `torch.autograd.grad` has no use for `.grad`: what it asks for is summed at once, one parameter after the other, by an
-op that has a gradient of its own, and handed out as a piece where it is one.
+op that has a gradient of its own, and handed out as a shard where it is one.
 
 Not supported: adding to `.grad` with `create_graph=True`, and a backward inside a backward (reentrant checkpoints).
 """
@@ -175,7 +175,7 @@ class GradientSync:
         return self._newest[1]
 
     def _complete(self, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """A gradient that nothing has to be added to, but that may be that of a piece."""
+        """A gradient that nothing has to be added to, but that may be that of a shard."""
         if gradient is None or not needs_gradient(leaf) or not self._is_for_caller(leaf):
             return None
         return wrap_gradient(leaf, gradient)
@@ -285,7 +285,7 @@ class BucketKind(NamedTuple):
 
 
 def _summed(entry: BucketSlot, gradient: Tensor) -> Tensor:
-    """A gradient that `torch.autograd.grad` gives its caller: true, with a graph if that is asked for, and a piece."""
+    """A gradient that `torch.autograd.grad` gives its caller: true, with a graph if that is asked for, and a shard."""
     spec, bucket = entry.spec, entry.bucket
     if gradient.is_sparse:
         raise InputError(

@@ -90,7 +90,7 @@ def add_hook(parameter: Any, hook: Hook, after: bool) -> RemovableHandle:
 
 
 def take_hooks(parameter: Any, original: Any) -> None:
-    """Go on with the hooks of the parameter that a piece stands for. Its handles still remove them."""
+    """Continue with the hooks of the parameter that a shard stands for. Its handles still remove them."""
     before, after = original._backward_hooks, getattr(original, "_post_accumulate_grad_hooks", None)
     if before or after:
         parameter.hooks.before = before or parameter.hooks.before

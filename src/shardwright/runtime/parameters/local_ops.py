@@ -1,12 +1,12 @@
-"""What may be done to a piece of a parameter or gradient outside of the model, with the result that one device has.
+"""What may be done to a shard of a parameter or gradient outside of the model, with the result that one device has.
 
-A piece is one rank's part of a tensor that a plan splits. A user's loop does not know that:
+A shard is one rank's part of a tensor that a plan splits. A user's loop does not know that:
 
-    elementwise   p.mul_(0.9), g.clamp(-1, 1), p * mask     runs on the piece, and gives a piece; a whole mask is cut
-    reductions    p.square().sum(), g.abs().max()           run on the piece, then over the ranks that share the tensor
-    anything else p[0], p.view(-1), p.tolist()              is refused: it would be about the piece
+    elementwise   p.mul_(0.9), g.clamp(-1, 1), p * mask     runs on the shard, and gives a shard; a full mask is sharded
+    reductions    p.square().sum(), g.abs().max()           run on the shard, then over the ranks that share the tensor
+    anything else p[0], p.view(-1), p.tolist()              is refused: it would be about the shard
 
-Norms have a file of their own (`norms`), since clipping must not talk once for each parameter. What is here asks
+Norms have a file of their own (`norms`), since clipping must not communicate once for each parameter. What is here asks
 only for a tensor's `ShardPlacement`; which tensors are shards is the business of `sharded`.
 """
 
@@ -96,7 +96,7 @@ Dress = Callable[[Tensor, ShardPlacement], Tensor]
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], find: Find, dress: Dress) -> Any:
-    """Call a function of tensors of which some are pieces. `find` says which, `dress` makes a tensor one."""
+    """Call a function of tensors of which some are shards. `find` says which, `dress` makes a tensor one."""
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     places = [place for place in map(find, tensors) if place is not None]
     place, name = places[0], str(getattr(func, "__name__", ""))
@@ -122,10 +122,10 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
             raise InputError(
                 f"{name.strip('_')} of parameters {place.spec.name} and {other.spec.name} outside of the model: they "
                 f"are split in different ways, {place.layout} and {other.layout}. Take the whole of the one that is "
-                "read, which all ranks must do together (p.full_tensor()), or for an average of the weights use "
+                "read, which all ranks must do together (p.full_tensor()), or for EMA use "
                 "shardwright.ema.EMA(model)"
             )
-    if base in ("view_as", "expand_as") and find(tensors[1]) is None:  # as the shape of what is no piece
+    if base in ("view_as", "expand_as") and find(tensors[1]) is None:  # as the shape of what is no shard
         raise refusal(name, place, local)
     in_place = writes(name)
     if in_place and args[0].shape != local:  # what is written to is never cut: that would be a copy
@@ -172,24 +172,24 @@ def expect_lasting(func: Callable[..., Any], spec: ParameterSpec) -> None:
 
 
 def refusal(name: str, place: ShardPlacement, local: Sequence[int]) -> InputError:
-    """What can't be done to a piece."""
+    """What can't be done to a shard."""
     if _is_wrapped():
         return InputError(
             "a wrapper of torch.distributed can't be put around a compiled model or a module with compiled parts: "
-            f"this rank holds a piece of {place.spec.name}, which sw.parallelize keeps in step already. Leave it out, "
+            f"this rank holds a shard of {place.spec.name}, which sw.parallelize keeps in step already. Leave it out, "
             "and with accelerate leave the model and its optimizer out of accelerator.prepare"
         )
     op = name.strip("_") or "this"
     return InputError(
-        f"{op} of parameter {place.spec.name} (or of its gradient) outside of the model: this rank holds a piece of "
-        f"shape {tuple(local)} of {place.spec.shape}, and the result would be about that piece. Elementwise ops, norms "
-        "and sums over everything work on pieces; for others take the whole tensor, which all ranks must do together: "
+        f"{op} of parameter {place.spec.name} (or of its gradient) outside of the model: this rank holds a shard of "
+        f"shape {tuple(local)} of {place.spec.shape}, and the result would be about that shard. Elementwise ops, norms "
+        "and sums over everything work on shards; for others take the whole tensor, which all ranks must do together: "
         "p.full_tensor(), p.full_grad() or model.full_state_dict(); or do it in forward, or before parallelize"
     )
 
 
 def _is_wrapped() -> bool:
-    """Whether it is FSDP or the like that does something to a piece, as to a whole parameter."""
+    """Whether it is FSDP or the like that does something to a shard, as to a whole parameter."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -209,7 +209,7 @@ def _plain_name(name: str) -> str:
 
 
 def _read(func: Any, args: tuple[Any, ...], place: ShardPlacement, dress: Dress) -> Any:
-    """A property: `.data` is the piece again, `.T` would turn it."""
+    """A property: `.data` is the shard again, `.T` would turn it."""
     of = str(getattr(getattr(func, "__self__", None), "__name__", ""))
     if of in _TURNED:
         raise refusal(of, place, args[0].shape)
@@ -232,9 +232,9 @@ def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _shard_operands(operands: Any, place: ShardPlacement, local: torch.Size, find: Find) -> Any:
-    """Plain tensors that have the whole size of a split dim, such as a mask, cut as the piece is.
+    """Plain tensors that have the whole size of a split dim, such as a mask, sharded alike.
 
-    What is the same for all pieces, such as the loss, gets the sum of their gradients.
+    What is the same for all shards, such as the loss, gets the sum of their gradients.
     """
     full_shape = place.spec.shape
 

@@ -1,6 +1,6 @@
-"""The functions of torch that take the norm of a tensor, for pieces: over everything they are global.
+"""The functions of torch that take the norm of a tensor, for shards: over everything they are global.
 
-`norms` has the numbers that come out, which talk to other ranks once somebody looks.
+`norms` has the numbers that come out, which communicate with other ranks once somebody looks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .outside import is_inside
 
 
 def _norm_of(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """`torch.linalg.vector_norm` of a piece: lazily global if it is over everything."""
+    """`torch.linalg.vector_norm` of a shard: lazily global if it is over everything."""
     if dim is not None or keepdim:
         return torch.linalg.vector_norm(_used(x, "vector_norm along dims"), order, dim, keepdim, dtype=dtype)
     return _norms([x], order, dtype=dtype)[0]
@@ -46,7 +46,7 @@ def _new_norm(x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
 def _used(x: Any, name: str = "") -> Tensor:
     """What gradients may come back to: a parameter, as it is used outside of the model.
 
-    A norm of a `name` that is not over everything would be about the piece.
+    A norm of a `name` that is not over everything would be about the shard.
     """
     if name and hasattr(x, "spread") and x.groups is not None and not is_inside():
         place = ShardPlacement(x.spec, getattr(x, "lies", x.spread), x.groups)
@@ -56,7 +56,7 @@ def _used(x: Any, name: str = "") -> Tensor:
 
 
 def _norms(tensors: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
-    """`torch._foreach_norm`, for pieces and plain tensors mixed."""
+    """`torch._foreach_norm`, for shards and plain tensors mixed."""
     own = [getattr(x, "mine", None) for x in tensors]
     counted = [_used(x) if mine is None else mine for x, mine in zip(tensors, own, strict=True)]
     norms = [x if x.numel() else x.sum(dtype=dtype) for x in counted]  # nothing is 0, and has a gradient too
@@ -72,7 +72,7 @@ def _lazy(x: Any, norm: Tensor, order: float) -> Tensor:
         return norm
     groups: Groups | None = x.groups
     if groups is None:
-        raise RankError("a piece without groups does not know its other ranks, so its norm is unknown")
+        raise RankError("a shard without groups does not know its other ranks, so its norm is unknown")
     axes = sharding_axes(x.spread, groups.mesh)
     if not axes and x.stages is None:
         return norm

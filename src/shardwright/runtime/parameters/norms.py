@@ -1,12 +1,12 @@
-"""The norm of a piece, which becomes the norm of the whole tensor when somebody looks at it.
+"""The norm of a shard, which becomes the norm of the whole tensor when somebody looks at it.
 
-A `PendingNorm` is a local number that still has to be added up over the axes that cut the piece. Norms that are
+A `PendingNorm` is a local number that still has to be added up over the axes that shard the shard. Norms that are
 stacked are settled together, with one small collective for each axis. A penalty made of a norm has a gradient:
 
     N = (sum of l^p)^(1/p)      dN/dl = (l / N)^(p - 1), nothing where l is 0
     N = max of l                dN/dl = 1 shared by the ranks that have it
 
-where l is the norm of a rank's own piece, whose gradient torch knows.
+where l is the norm of a rank's own shard, whose gradient torch knows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .stage_numbers import combined, is_of_stage, numbered
 
 
 class PendingNorm(Tensor):
-    """The norm of the local piece; becomes the norm of the whole when it is used."""
+    """The norm of the local shard; becomes the norm of the whole when it is used."""
 
     axes: tuple[str, ...]
     groups: Groups
@@ -57,7 +57,7 @@ class PendingNorm(Tensor):
 def make_norm(
     local: Tensor, axes: tuple[str, ...], groups: Groups, order: float, stages: PipelineNorms | None, of: str
 ) -> Tensor:
-    """The norm of a piece of the parameter `of`, cut over `axes`."""
+    """The norm of a shard of the parameter `of`, sharded over `axes`."""
     norm = local.as_subclass(PendingNorm)
     norm.axes, norm.groups, norm.order = axes, groups, order
     norm.stages, norm.of = stages, of
@@ -65,7 +65,7 @@ def make_norm(
 
 
 def global_norm(norm: PendingNorm) -> Tensor:
-    """The norm of the whole, for who computes with it and with pieces at once."""
+    """The norm of the whole, for who computes with it and with shards at once."""
     return _settle([norm])[0]
 
 
@@ -85,7 +85,7 @@ def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Total(torch.autograd.Function):
-    """Norms of pieces to norms of whole tensors."""
+    """Norms of shards to norms of whole tensors."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, lazy: Sequence[PendingNorm]) -> Tensor:
@@ -114,7 +114,7 @@ class _Total(torch.autograd.Function):
 
 
 def _over_axes(values: Tensor, lazy: Sequence[PendingNorm], reduce: Callable[[Tensor, Group], Tensor]) -> Tensor:
-    """Values of pieces, reduced over the axes that cut each: one collective for an axis."""
+    """Values of shards, reduced over the axes that shard each: one collective for an axis."""
     values = values.clone()
     for groups in dict.fromkeys(norm.groups for norm in lazy):  # several, where parts of a module were compiled
         for name in groups.mesh.names:

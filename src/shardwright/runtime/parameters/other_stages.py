@@ -78,7 +78,7 @@ def expect_all(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def expect_here(module: nn.Module, values: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse to load whole tensors into a part of a model where a rank has pieces of them, or none."""
+    """Refuse to load whole tensors into a part of a model where a rank has shards of them, or none."""
     if prefix:
         return
     here: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -52,7 +52,7 @@ _who = threading.local()  # runs: "user" or "model", where that is known
 
 
 def is_inside() -> bool:
-    """Whether what runs is a part of the model, or of an update of elements, and works on pieces as they are.
+    """Whether what runs is a part of the model, or of an update of elements, and works on shards as they are.
 
     Where autograd runs that is so: a function's own backward may be written in Python.
     """

@@ -98,7 +98,7 @@ class Pack:
 def make_slot(
     spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, int], start: int = 0
 ) -> PackSlot:
-    """Where the shares of one parameter's compute piece lie, when cut over `axes`."""
+    """Where the shares of one parameter's compute shard lie, when sharded over `axes`."""
     shape = spec.layout.local_shape(spec.shape, sizes, at)
     storage = storage_layout(spec, sizes)
     shards = tuple(tuple(sharding for sharding in dim if sharding.axis in axes) for dim in storage.shards)

@@ -1,4 +1,4 @@
-"""Parameters of the original after it was compiled: the pieces are trained, and these are left behind.
+"""Parameters of the original after it was compiled: the shards are trained, and these are left behind.
 
 Whoever still uses them trains nothing, clips nothing or saves what was there before training, and no number says so. So
 they are marked, and refuse:
@@ -6,7 +6,7 @@ they are marked, and refuse:
     what is done to one                      is it refused
     ---------------------------------------  -----------------------------------------------------------------
     its shape, dtype, device, ..             never
-    its values (a call of the original,      once the piece has changed, or is gone: then they are stale
+    its values (a call of the original,      once the shard has changed, or is gone: then they are stale
     state_dict(), a copy)
     its gradient, an optimizer, a write      always: this is for a parameter that is trained
 """
@@ -44,7 +44,7 @@ def _writes(name: str) -> bool:
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter for which a piece stands now."""
+    """A parameter for which a shard stands now."""
 
     key: str
     shard: ReferenceType[Tensor] | None  # None: this rank has none at all
@@ -80,7 +80,7 @@ class ReplacedParameter(nn.Parameter):
             f"{self.key} is a parameter of the model as it was before sw.parallelize compiled it, and {what}. Use the "
             "model that parallelize returned, and its parameters(); pass every optimizer to parallelize, several as a "
             "list: sw.parallelize(model, [first, second]). An optimizer that is made afterwards needs a model that is "
-            "compiled, which example= does at once. To go on with the original beside it, copy it before "
+            "compiled, which example= does at once. To continue with the original beside it, copy it before "
             "(copy.deepcopy), or load model.full_state_dict() into a new one"
         )
 
@@ -96,7 +96,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def mark_replaced(keys: Mapping[str, nn.Parameter], replaced: Mapping[nn.Parameter, Tensor | None]) -> None:
-    """Leave the parameters of an original behind. Where another rank has the piece, one that is here stands for it."""
+    """Leave the parameters of an original behind. Where another rank has the shard, one that is here stands for it."""
     here = next((shard for shard in replaced.values() if shard is not None), None)
     for key, old in keys.items():
         if old not in replaced:

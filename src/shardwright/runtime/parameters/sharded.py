@@ -48,7 +48,7 @@ _HOOK_AFTER = torch.Tensor.register_post_accumulate_grad_hook
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """A piece of a parameter: `spec` says of what, `spread` how this tensor lies on the mesh of `groups`."""
+    """A shard of a parameter: `spec` says of what, `spread` how this tensor lies on the mesh of `groups`."""
 
     spec: ParameterSpec
     spread: Layout
@@ -57,7 +57,7 @@ class ShardedParameter(torch.nn.Parameter):
     owner: ShardedParameter | None
     slot: PackSlot | None
     follows_shard: bool = False  # its shard has memory of its own (a master weight, say) and the true value
-    sharded_keys: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
+    sharded_keys: frozenset[str] | None  # the optimizer state that is kept as shards, if that is known
     stages: PipelineNorms | None = None  # of the pipeline that it is a part of
     prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
     hooks: ParameterHooks  # of the user's
@@ -76,7 +76,7 @@ class ShardedParameter(torch.nn.Parameter):
         return parameter
 
     def dress(self, gradient: Tensor) -> Tensor:
-        """A gradient of it as who computes with it should see it: a piece, if it is one."""
+        """A gradient of it as who computes with it should see it: a shard, if it is one."""
         return wrap_gradient(self, gradient)
 
     def for_use(self) -> Tensor:
@@ -87,13 +87,13 @@ class ShardedParameter(torch.nn.Parameter):
         return plain if place is None or plain is self else wrap_parameter(plain, place, self.stages)
 
     def full_tensor(self) -> Tensor:
-        """The whole parameter, on every rank. All ranks that hold a piece of it must call it."""
+        """The whole parameter, on every rank. All ranks that hold a shard of it must call it."""
         with Untouched():
             place = _place(self)
             return self.detach().as_subclass(Tensor).clone() if place is None else place.full_tensor(self.detach())
 
     def full_grad(self) -> Tensor | None:
-        """The whole gradient, on every rank, or None. All ranks that hold a piece of it must call it."""
+        """The whole gradient, on every rank, or None. All ranks that hold a shard of it must call it."""
         gradient = self.grad
         with Untouched():
             place = _place(gradient)
@@ -193,7 +193,7 @@ def join_pipeline(stages: PipelineNorms, parameters: Iterable[ShardedParameter])
 
 
 class ShardedGradient(Tensor):
-    """The gradient of a piece, or what a user made of one: `lies` is how it lies on the mesh.
+    """The gradient of a shard, or what a user made of one: `lies` is how it lies on the mesh.
 
     A norm is taken of `mine` if that is there, which lies as `spread` says.
     """
@@ -221,7 +221,7 @@ class ShardedGradient(Tensor):
             return _outside(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
-        """The whole of it, on every rank. All ranks that hold a piece of it must call it."""
+        """The whole of it, on every rank. All ranks that hold a shard of it must call it."""
         with Untouched():
             place = _place(self)
             return self.detach().as_subclass(Tensor).clone() if place is None else place.full_tensor(self.detach())
@@ -240,7 +240,7 @@ class ShardedGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with Untouched():
-            return f"a piece of {self.spec.name}, {tuple(self.shape)} of {self.spec.shape}, {self.lies}"
+            return f"a shard of {self.spec.name}, {tuple(self.shape)} of {self.spec.shape}, {self.lies}"
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
@@ -312,12 +312,12 @@ def _wrap(
 
 
 def wrap_parameter(tensor: Tensor, place: ShardPlacement, stages: PipelineNorms | None = None) -> ShardedGradient:
-    """A plain tensor as the piece that it is, with the history that autograd knows."""
+    """A plain tensor as the shard that it is, with the history that autograd knows."""
     return _wrap(tensor, place.spec, place.layout, place.groups, stages)
 
 
 def wrap_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of a parameter as who computes with it should see it: a piece, if it is one."""
+    """The gradient of a parameter as who computes with it should see it: a shard, if it is one."""
     if not isinstance(parameter, ShardedParameter) or isinstance(gradient, ShardedGradient):
         return gradient
     place = _place(parameter)
@@ -359,7 +359,7 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _of_stage(func: Callable[..., Any], result: Any, leaves: Sequence[Any]) -> Any:
-    """What was made of parameters of a stage: a piece like one of them, or what numbers are made of."""
+    """What was made of parameters of a stage: a shard like one of them, or what numbers are made of."""
     name = getattr(func, "__name__", "")
     if type(result) not in (Tensor, tuple, list) or name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
         return result

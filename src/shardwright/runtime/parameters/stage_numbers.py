@@ -8,7 +8,7 @@ of terms of one parameter each, since each parameter gets its own. Its value is 
     of one parameter          anything may be computed with it
     of several, or the loss   sums and multiples only: the root of a sum over one stage has other gradients than that
                               over all of them
-    its value                 is refused: who reads it is told what it is
+    its value                 is refused: whoever reads it gets an error
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageNumber(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(getattr(kind, "knows_stages", False) for kind in types):  # pieces and their norms see to it
+        if any(getattr(kind, "knows_stages", False) for kind in types):  # shards and their norms see to it
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.autograd.grad:

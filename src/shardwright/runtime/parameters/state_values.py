@@ -42,7 +42,7 @@ from .sharded import Untouched
 
 
 class Unpicklable:
-    """A piece, which one rank must not write as if it were the tensor; ranks may copy it in memory."""
+    """A shard, which one rank must not write as if it were the tensor; ranks may copy it in memory."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         name, local, shape = self._described()
@@ -92,7 +92,7 @@ class ShardTensor(Unpicklable, Tensor):
             return args[0]._like(func(args[0].local, *args[1:], **(kwargs or {})))
         name = args[0].spec.name if args and isinstance(args[0], ShardTensor) else "a parameter"
         raise InputError(
-            f"{func} was called on a piece of {name}; use .full_tensor() for the whole, .local for what this rank holds"
+            f"{func} was called on a shard of {name}; use .full_tensor() for the whole, .local for what this rank holds"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
@@ -207,7 +207,7 @@ def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
 
 
 def shard_like(value: Tensor) -> Tensor:
-    """The same piece with memory of its own, to be filled."""
+    """The same shard with memory of its own, to be filled."""
     if isinstance(value, ShardTensor):
         return value._like(torch.empty_like(value.local))
     assert isinstance(value, DTensor)
@@ -221,7 +221,7 @@ def local_of(value: Tensor) -> Tensor:
 
 
 def region_of_value(value: Tensor, spec: ParameterSpec, layout: Layout, groups: Groups) -> Tensor:
-    """What this rank holds under `layout` of a value that is whole or a piece."""
+    """What this rank holds under `layout` of a value that is whole or a shard."""
     if isinstance(value, ShardTensor):
         same = value.spread.shards == layout.shards and value.groups.mesh == groups.mesh
         value = value.local if same else value.full_tensor()

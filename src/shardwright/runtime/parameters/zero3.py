@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters that are stored split, gathered a unit at a time, and let go again.
+"""ZeRO-3: parameters that are stored split, gathered a unit at a time, and released again.
 
 A unit is a handful of parameters that are needed together, such as a block. Its shards lie
 next to each other in one row, so that one all_gather brings all of them, and one

@@ -185,8 +185,8 @@ class PipelineCall:
     def _input(self, number: int) -> Tensor:
         """The gradient of an input: the sum over the stages that read it, replicated on every rank."""
         total = torch.zeros_like(self.run.inputs[number], requires_grad=False)
-        for (segment, at), leaf in self.run.input_leaves.items():
-            first = self.pipeline.placed[segment].mesh.devices[0] == self.loop.rank
+        for (stage, at), leaf in self.run.input_leaves.items():
+            first = self.pipeline.placed[stage].mesh.devices[0] == self.loop.rank
             if at == number and first and leaf.grad is not None:
                 total += leaf.grad
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -79,19 +79,19 @@ class ScheduleRun:
         self.parcels: dict[tuple[StepKind, int, int], AssembledTensor] = {}
         self.flights: dict[tuple[int, int], InFlightMicrobatch] = {}
         self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of outputs
-        self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (segment, input), of inputs that require a gradient
+        self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (stage, input), of inputs that require a gradient
         self.updates: dict[str, Tensor] = {}
         self.seed: Seed = lambda leaving, microbatch: None
         self.keep = False  # backward may run again
 
-    def input(self, segment: int, number: int) -> Tensor:
+    def input(self, stage: int, number: int) -> Tensor:
         """An input of the model as a stage sees it."""
         tensor = self.inputs[number]
         if not (self.grad and tensor.requires_grad):
             return tensor.detach()
-        if (segment, number) not in self.input_leaves:
-            self.input_leaves[segment, number] = tensor.detach().requires_grad_()
-        return self.input_leaves[segment, number]
+        if (stage, number) not in self.input_leaves:
+            self.input_leaves[stage, number] = tensor.detach().requires_grad_()
+        return self.input_leaves[stage, number]
 
 
 class PipelineExecutor:
@@ -117,11 +117,11 @@ class PipelineExecutor:
         shapes: dict[tuple[StepKind, int], tuple[int, ...]] = {}
         for number, crossing in enumerate(self.pipeline.crossings):
             sides: tuple[tuple[StepKind, int, Any], ...] = (
-                ("F", crossing.taker, crossing.target_layout),
-                ("B", crossing.giver, crossing.source_layout),
+                ("F", crossing.receiver, crossing.target_layout),
+                ("B", crossing.sender, crossing.source_layout),
             )
-            for kind, segment, layout in sides:
-                mesh = self.pipeline.placed[segment].mesh
+            for kind, stage, layout in sides:
+                mesh = self.pipeline.placed[stage].mesh
                 if self.rank in mesh.devices:
                     shape = layout.local_shape(crossing.shape, mesh.sizes, mesh.coordinates(self.rank))
                     shapes[kind, number] = shape
@@ -151,9 +151,9 @@ class PipelineExecutor:
 
     def _at(self, step: Step) -> tuple[PlacedStage, Program]:
         """The stage of a step, with the clock set to its microbatch."""
-        placed = self.pipeline.placed[step.segment]
+        placed = self.pipeline.placed[step.stage]
         if placed.stage is None:
-            raise LayoutError(f"rank {self.rank} should run {step} but has no program of stage {step.segment}")
+            raise LayoutError(f"rank {self.rank} should run {step} but has no program of stage {step.stage}")
         self.pipeline.moment.move(step.microbatch)
         placed.stage.random.microbatch = step.microbatch
         return placed, placed.stage
@@ -202,7 +202,7 @@ class PipelineExecutor:
 
     def _input(self, step: Step, number: int, run: ScheduleRun) -> Tensor:
         """An input of the model; the samples of a microbatch if each is an independent batch."""
-        batch = run.input(step.segment, number)
+        batch = run.input(step.stage, number)
         if not self.pipeline.rows or not self.pipeline.rows[number]:
             return batch
         size = batch.shape[0] // self.pipeline.microbatches
@@ -260,7 +260,7 @@ class PipelineExecutor:
         if value.shape != shape or value.dtype != dtype:
             raise LayoutError(
                 f"{step} outputs {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to stage "
-                f"{crossing.taker} as {dtype} {shape}"
+                f"{crossing.receiver} as {dtype} {shape}"
             )
 
     def _entering(self, turn: ScriptStep, run: ScheduleRun) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ class PipelineExecutor:
             value = self.pipeline.crossings[number].value
             gradient = self._take("B", number, microbatch, run)
             gradients[value] = gradient if value not in gradients else gradients[value] + gradient
-        for value in dict.fromkeys(self.pipeline.placed[turn.step.segment].gives):
+        for value in dict.fromkeys(self.pipeline.placed[turn.step.stage].gives):
             for out in self._leaving.get(value, ()):
                 seed = run.seed(out, microbatch) if out.gradient else None
                 if seed is not None:

@@ -67,7 +67,7 @@ class OutputBroadcast:
         by_source: dict[int, list[Tensor]] = defaultdict(list)  # by the rank that has them
         outputs = []
         for out in self.pipeline.leaving:
-            source = self.pipeline.placed[out.segment].mesh.devices[0]
+            source = self.pipeline.placed[out.stage].mesh.devices[0]
             if (out.value, 0) in values:
                 tensor = combine(out, [values[out.value, at] for at in range(self.pipeline.microbatches)])
             else:

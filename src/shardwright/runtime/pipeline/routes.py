@@ -93,20 +93,20 @@ def _narrow(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def routes(
-    source_layout: Layout, giver: Mesh, target_layout: Layout, taker: Mesh, shape: tuple[int, ...]
+    source_layout: Layout, sender: Mesh, target_layout: Layout, receiver: Mesh, shape: tuple[int, ...]
 ) -> tuple[Route, ...]:
     """All messages, by receiver and then sender, including those of a rank to itself, without empty ones."""
     legs: list[Route] = []
-    targets = _regions(target_layout, taker, shape)
-    for region, holders in _regions(source_layout, giver, shape):
-        takers = sorted(
-            (taker.devices.index(rank), rank, boxes, wanted)
+    targets = _regions(target_layout, receiver, shape)
+    for region, holders in _regions(source_layout, sender, shape):
+        receivers = sorted(
+            (receiver.devices.index(rank), rank, boxes, wanted)
             for wanted, ranks in targets
             if (boxes := _overlap(region, wanted))
             for rank in ranks
         )
         turn = 0
-        for _, rank, boxes, wanted in takers:
+        for _, rank, boxes, wanted in receivers:
             source = rank if rank in holders else holders[turn % len(holders)]
             turn += rank not in holders
             legs.append(Route(source, rank, boxes, region.spans == wanted.spans))

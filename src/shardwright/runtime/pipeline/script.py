@@ -58,10 +58,10 @@ class Script:
 
 def legs_of(pipeline: PipelineSpec, crossing: StageCrossing, kind: StepKind) -> tuple[Route, ...]:
     """The routes of a value to its receiver (F), or of its gradient back (B)."""
-    giver, taker = pipeline.placed[crossing.giver].mesh, pipeline.placed[crossing.taker].mesh
+    sender, receiver = pipeline.placed[crossing.sender].mesh, pipeline.placed[crossing.receiver].mesh
     if kind == "F":
-        return routes(crossing.source_layout, giver, crossing.target_layout, taker, crossing.shape)
-    return routes(crossing.target_layout, taker, crossing.source_layout, giver, crossing.shape)
+        return routes(crossing.source_layout, sender, crossing.target_layout, receiver, crossing.shape)
+    return routes(crossing.target_layout, receiver, crossing.source_layout, sender, crossing.shape)
 
 
 def pairs_of(pipeline: PipelineSpec) -> set[tuple[int, int]]:
@@ -90,23 +90,23 @@ def write(
     """The script of a rank, for steps of some kinds. `seeded` are the outputs that have a gradient; None: all."""
     seeded = frozenset(range(len(pipeline.leaving))) if seeded is None else seeded
     own_steps = schedule.devices[rank] if rank < len(schedule.devices) else ()
-    apart = frozenset(step.segment for step in own_steps if step.kind == "W")
+    apart = frozenset(step.stage for step in own_steps if step.kind == "W")
     schedule = only(schedule, kinds)
     steps = tuple(step for step in own_steps if step.kind in kinds)
     sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Route, ...]]]] = defaultdict(list)
     takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
-    for number, crossing, kind, sender, taker in _transfers(pipeline, seeded):
+    for number, crossing, kind, sender, receiver in _transfers(pipeline, seeded):
         legs = tuple(leg for leg in legs_of(pipeline, crossing, kind) if leg.source == rank)
         if legs:
             sends[kind, sender].append((number, legs))
-        takes[kind, taker].append(number)
+        takes[kind, receiver].append(number)
     asks = _asks(pipeline, schedule, rank, steps, seeded)
     turns = [
         ScriptStep(
             step=step,
             asks=tuple(asks[at]),
-            sends=tuple(sends.get((step.kind, step.segment), ())),
-            takes=tuple(takes.get((step.kind, step.segment), ())),
+            sends=tuple(sends.get((step.kind, step.stage), ())),
+            takes=tuple(takes.get((step.kind, step.stage), ())),
         )
         for at, step in enumerate(steps)
     ]
@@ -127,9 +127,9 @@ def _transfers(
 ) -> Iterator[tuple[int, StageCrossing, StepKind, int, int]]:
     """(number, crossing, kind, sending stage, receiving stage) for values and their gradients."""
     for number, crossing in enumerate(pipeline.crossings):
-        yield number, crossing, "F", crossing.giver, crossing.taker
+        yield number, crossing, "F", crossing.sender, crossing.receiver
         if crossing.has_gradient(seeded):
-            yield number, crossing, "B", crossing.taker, crossing.giver
+            yield number, crossing, "B", crossing.receiver, crossing.sender
 
 
 def _asks(
@@ -140,21 +140,21 @@ def _asks(
     arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Route, int]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for number, crossing, kind, sender, taker in _transfers(pipeline, seeded):
+    for number, crossing, kind, sender, receiver in _transfers(pipeline, seeded):
         for leg in legs_of(pipeline, crossing, kind):
             if leg.target == rank != leg.source:
-                arriving[leg.source][kind, sender].append((number, leg, taker))
+                arriving[leg.source][kind, sender].append((number, leg, receiver))
     asks: list[list[ReceivedMessage]] = [[] for _ in steps]
     for source in sorted(arriving):
         latest = []  # for each message in the sender's order, the position of the step that needs it
         messages = []
         for step in schedule.devices[source]:
-            for number, leg, taker in arriving[source].get((step.kind, step.segment), ()):
-                needed = at.get(Step(step.kind, taker, step.microbatch))
+            for number, leg, receiver in arriving[source].get((step.kind, step.stage), ()):
+                needed = at.get(Step(step.kind, receiver, step.microbatch))
                 if needed is None:
                     raise ScheduleError(
                         f"{schedule.name}: rank {source} sends {pipeline.crossings[number].value} after {step}, and "
-                        f"rank {rank} has no step {step.kind}{taker}.{step.microbatch} that receives it"
+                        f"rank {rank} has no step {step.kind}{receiver}.{step.microbatch} that receives it"
                     )
                 latest.append(needed)
                 messages.append(ReceivedMessage(step.kind, number, step.microbatch, leg))

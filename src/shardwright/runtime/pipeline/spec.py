@@ -37,8 +37,8 @@ class StageCrossing:
     """A value that one stage computes and another reads. Gradients take the reverse route, in the same layouts."""
 
     value: str
-    giver: int
-    taker: int
+    sender: int
+    receiver: int
     shape: tuple[int, ...]  # of one microbatch, before sharding
     dtype: torch.dtype
     gradient: bool
@@ -52,8 +52,8 @@ class StageCrossing:
 
     def __post_init__(self) -> None:
         faults = []
-        if self.giver == self.taker:
-            faults.append(f"it is sent from stage {self.giver} to itself")
+        if self.sender == self.receiver:
+            faults.append(f"it is sent from stage {self.sender} to itself")
         for side, layout in (("source", self.source_layout), ("target", self.target_layout)):
             if len(layout.shards) != len(self.shape):
                 faults.append(f"its {side} layout has {len(layout.shards)} dims, but its shape is {self.shape}")
@@ -83,7 +83,7 @@ class PipelineOutput:
     """An output tensor of the model, replicated on the stage's ranks, per microbatch."""
 
     value: str
-    segment: int
+    stage: int
     how: How
     shape: tuple[int, ...]  # of the full batch
     dtype: torch.dtype
@@ -129,12 +129,12 @@ class PipelineSpec:
             faults.append(f"stages are numbered {numbers}")
         produced = {(placed.number, value) for placed in self.placed for value in placed.gives}
         for crossing in self.crossings:
-            if (crossing.giver, crossing.value) not in produced:
-                faults.append(f"stage {crossing.giver} does not give {crossing.value}, which crosses from it")
+            if (crossing.sender, crossing.value) not in produced:
+                faults.append(f"stage {crossing.sender} does not give {crossing.value}, which crosses from it")
         for out in self.leaving:
-            if (out.segment, out.value) not in produced:
-                faults.append(f"stage {out.segment} does not give {out.value}, which the model returns")
-        crossed = {(crossing.taker, crossing.value) for crossing in self.crossings}
+            if (out.stage, out.value) not in produced:
+                faults.append(f"stage {out.stage} does not give {out.value}, which the model returns")
+        crossed = {(crossing.receiver, crossing.value) for crossing in self.crossings}
         for placed in self.placed:
             for source in placed.takes:
                 if isinstance(source, str) and (placed.number, source) not in crossed:

@@ -67,10 +67,12 @@ class TiedGradients:
             raise LayoutError(f"parameter {name} is stored twice on rank {self.rank}; its stages there can share it")
         sends: list[Route] = []
         takes: list[tuple[int, Route]] = []
-        for at, (giver, spec) in enumerate(sides):
-            for to, (taker, other) in enumerate(sides):
+        for at, (sender, spec) in enumerate(sides):
+            for to, (receiver, other) in enumerate(sides):
                 if at != to:
-                    legs = routes(_summed_layout(spec, giver), giver, _summed_layout(other, taker), taker, spec.shape)
+                    legs = routes(
+                        _summed_layout(spec, sender), sender, _summed_layout(other, receiver), receiver, spec.shape
+                    )
                     self.pairs |= {(leg.source, leg.target) for leg in legs}
                     sends += [leg for leg in legs if leg.source == self.rank]
                     takes += [(at, leg) for leg in legs if leg.target == self.rank]

@@ -1,4 +1,4 @@
-"""A graph in segments: where it may be cut, what goes between, and that the pieces compute what the whole computes."""
+"""A graph in stages: where it may be cut, what goes between, and that the shards compute what the whole computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwright.errors import PlanError
 from shardwright.plan.stages import OpSequence, StagedGraph, balanced, split_graph
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
-from tests.plan.graphs import facts_of
+from tests.plan.graphs import analysis_of
 
 D = 6
 
@@ -47,7 +47,7 @@ def keys_of(graph) -> set[str]:
 
 
 def crossing(cut: StagedGraph) -> set[tuple[str, int, int]]:
-    return {(sent.value, sent.giver, sent.taker) for sent in cut.crossings}
+    return {(sent.value, sent.sender, sent.receiver) for sent in cut.crossings}
 
 
 def x() -> Tensor:
@@ -109,7 +109,7 @@ def test_what_is_drawn_is_drawn_once_and_sent():
 
     assert "/ dropout" in line.place
     assert ["/ dropout" in names_of(graph) for graph in cut.graphs] == [True, False]
-    assert {(giver, taker) for _, giver, taker in crossing(cut)} == {(0, 1)}
+    assert {(sender, receiver) for _, sender, receiver in crossing(cut)} == {(0, 1)}
     assert len(cut.crossings) == 2
 
 
@@ -149,13 +149,13 @@ class Skipping(Net):
         return (self.d(z) + h).sum()
 
 
-def test_a_value_that_several_segments_read_goes_from_where_it_is_made_to_each():
+def test_a_value_that_several_stages_read_goes_from_where_it_is_made_to_each():
     line = line_of(Skipping(), x())
     (h,) = line.graph.by_name["a / linear"].outputs
 
     cut = cut_before(line, "b / linear", "c / linear", "d / linear")
 
-    assert {(giver, taker) for value, giver, taker in crossing(cut) if value == h} == {(0, 2), (0, 3)}
+    assert {(sender, receiver) for value, sender, receiver in crossing(cut) if value == h} == {(0, 2), (0, 3)}
     assert sum(output.value == h for output in cut.graphs[0].outputs) == 1, "given once"
     assert cut.edges == {(0, 1), (1, 2), (0, 2), (2, 3), (0, 3)}
 
@@ -177,7 +177,7 @@ class Tied(Net):
         return (self.b(self.a(x).tanh()).tanh() @ self.a.weight).sum()
 
 
-def test_a_weight_that_two_segments_read_is_held_by_both():
+def test_a_weight_that_two_stages_read_is_held_by_both():
     cut = cut_before(line_of(Tied(), x()), "b / linear", "/ matmul")
 
     assert ["a.weight" in keys_of(graph) for graph in cut.graphs] == [True, False, True]
@@ -204,7 +204,7 @@ def test_outputs_leave_from_where_they_are_made():
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5", "masked"])
 def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
-    line = OpSequence(facts_of(name, 12))
+    line = OpSequence(analysis_of(name, 12))
 
     for at in range(len(line.ops)):
         before = {value for op in line.ops[:at] for value in op.outputs}
@@ -214,7 +214,7 @@ def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5"])
 def test_places_are_where_less_crosses_than_around_them_and_never_where_more_does(name):
-    line = OpSequence(facts_of(name, 12))
+    line = OpSequence(analysis_of(name, 12))
 
     assert line.places == tuple(sorted(set(line.places)))
     assert all(0 < at < len(line.ops) for at in line.places)
@@ -241,14 +241,14 @@ def test_a_bias_and_an_activation_stay_with_their_product(widths):
     assert [line.ops[at].name for at in line.places] == ["b / linear", "c / linear", "/ sum"]
 
 
-def test_the_first_op_may_be_a_segment_of_its_own():
+def test_the_first_op_may_be_a_stage_of_its_own():
     line = line_of(Spare(), x())
 
     assert [line.ops[at].name for at in line.places] == ["b / linear", "/ sum"]
 
 
 def test_a_block_of_a_gpt_may_be_cut_from_the_next():
-    line = OpSequence(facts_of("gpt", 12))
+    line = OpSequence(analysis_of("gpt", 12))
 
     assert place(line, "blocks.1.ln1 / layer_norm") in line.places
 
@@ -271,12 +271,12 @@ def test_regions_that_the_user_checkpoints_are_not_cut():
     assert {region[0], region[-1] + 1} <= set(line.places)
 
 
-def test_more_segments_than_places_are_refused_with_the_number():
-    line = OpSequence(facts_of("mlp"))
+def test_more_stages_than_places_are_refused_with_the_number():
+    line = OpSequence(analysis_of("mlp"))
     most = len(line.places) + 1
 
     assert len(balanced(line, [1.0] * len(line.ops), most)) == most - 1
-    with pytest.raises(PlanError, match=rf"{most + 1} segments are asked for, and the model can be cut in {most} at"):
+    with pytest.raises(PlanError, match=rf"{most + 1} stages are asked for, and the model can be cut in {most} at"):
         balanced(line, [1.0] * len(line.ops), most + 1)
 
 
@@ -292,27 +292,27 @@ class One(nn.Module):
 def test_a_graph_that_can_not_be_cut_says_so():
     line = line_of(One(), x())
 
-    with pytest.raises(PlanError, match="2 segments are asked for, and the model can be cut in 1 at most; use fewer"):
+    with pytest.raises(PlanError, match="2 stages are asked for, and the model can be cut in 1 at most; use fewer"):
         balanced(line, [1.0] * len(line.ops), 2)
 
 
 @pytest.mark.parametrize("cuts", [(0,), (3, 3), (3, 2), (99,)])
 def test_parts_that_would_be_empty_are_refused(cuts):
-    line = OpSequence(facts_of("mlp"))
+    line = OpSequence(analysis_of("mlp"))
 
     with pytest.raises(PlanError, match=rf"a line of {len(line.ops)} ops can't be cut at"):
         line.parts(cuts)
 
 
-def test_a_segment_that_reads_from_a_later_one_is_refused_with_both_ops():
+def test_a_stage_that_reads_from_a_later_one_is_refused_with_both_ops():
     line = line_of(Skipping(), x())
     first, second = line.parts([place(line, "c / linear")])
 
-    with pytest.raises(PlanError, match=r"/ tanh .*is in segment 0 and reads h, which a / linear .*later segment 1"):
+    with pytest.raises(PlanError, match=r"/ tanh .*is in stage 0 and reads h, which a / linear .*later stage 1"):
         split_graph(line, [[name for name in first if name != "a / linear"], [*second, "a / linear"]])
 
 
-# The pieces together are the whole.
+# The shards together are the whole.
 
 MODELS = ("gpt", "masked", "unet", "repeated", "regularized", "resnet", "lora", "checkpointed_gpt", "hf_t5", "hf_llama")
 
@@ -327,14 +327,16 @@ def captured_of(name: str) -> tuple[CapturedGraph, OpSequence, dict[str, Tensor]
     return captured, OpSequence(analyse(captured.graph)), inputs, state
 
 
-def run_in_pieces(cut: StagedGraph, captured: CapturedGraph, arguments: dict[str, Tensor], state: dict[str, Tensor]):
-    """Segments one after the other, each with nothing but what it takes: outputs in order, and updated buffers."""
+def run_in_shards(cut: StagedGraph, captured: CapturedGraph, arguments: dict[str, Tensor], state: dict[str, Tensor]):
+    """Stages one after the other, each with nothing but what it takes: outputs in order, and updated buffers."""
     sent: dict[tuple[str, int], Tensor] = {}
     outputs: list[Tensor | None] = [None] * len(cut.outputs)
     updates: dict[str, Tensor] = {}
     for number, graph in enumerate(cut.graphs):
         takes = {
-            crossing.value: sent.pop((crossing.value, number)) for crossing in cut.crossings if crossing.taker == number
+            crossing.value: sent.pop((crossing.value, number))
+            for crossing in cut.crossings
+            if crossing.receiver == number
         }
         inputs = [
             takes[crossing.value] if crossing.value in takes else arguments[crossing.value] for crossing in graph.inputs
@@ -345,9 +347,9 @@ def run_in_pieces(cut: StagedGraph, captured: CapturedGraph, arguments: dict[str
         own = {key: tensor for key, tensor in state.items() if key in keys}
         results, changed, values = run(replace(captured, graph=graph), inputs, own, own)
         sent |= {
-            (crossing.value, crossing.taker): values[crossing.value]
+            (crossing.value, crossing.receiver): values[crossing.value]
             for crossing in cut.crossings
-            if crossing.giver == number
+            if crossing.sender == number
         }
         leaving = iter(results[len(graph.outputs) - cut.outputs.count(number) :])
         outputs = [next(leaving) if at == number else old for at, old in zip(cut.outputs, outputs, strict=True)]
@@ -364,7 +366,7 @@ def gradients_of(outputs: list[Tensor | None], state: dict[str, Tensor]) -> dict
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_segments_one_after_the_other_compute_what_the_graph_computes(name):
+def test_stages_one_after_the_other_compute_what_the_graph_computes(name):
     captured, line, inputs, state = captured_of(name)
     wanted, changed, _ = run(captured, list(inputs.values()), state, state)
     gradients = gradients_of(wanted, state)
@@ -373,7 +375,7 @@ def test_segments_one_after_the_other_compute_what_the_graph_computes(name):
     for count in (2, 3, 5):
         cuts = sorted(drawn.sample(range(1, len(line.ops)), count - 1))  # anywhere, also where nobody would
         cut = split_graph(line, line.parts(cuts))
-        outputs, updates = run_in_pieces(cut, captured, inputs, state)
+        outputs, updates = run_in_shards(cut, captured, inputs, state)
 
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
         assert updates.keys() == changed.keys()
@@ -398,7 +400,7 @@ def test_every_op_is_in_one_part_and_all_that_is_needed_is_run(name):
         for part, graph in zip(parts, cut.graphs, strict=True):
             assert {op for op in part if op in line.place} <= names_of(graph)
             assert len(graph.ops) == len(names_of(graph))
-        assert all(giver < taker for giver, taker in cut.edges)
+        assert all(sender < receiver for sender, receiver in cut.edges)
 
 
 # The balance.
@@ -447,7 +449,7 @@ def test_the_heaviest_part_is_as_light_as_can_be_and_then_the_least_is_sent(draw
 
 
 def test_stages_of_a_deep_gpt_have_about_the_same_arithmetic():
-    line = OpSequence(facts_of("gpt_deep", 12))
+    line = OpSequence(analysis_of("gpt_deep", 12))
     weights = [flops(line.analysis.signatures[op.name]) for op in line.ops]
 
     bounds = [0, *balanced(line, weights, 4), len(weights)]

@@ -1,4 +1,4 @@
-"""Converters, simulated on all ranks: forward they give the goal's pieces, backward the start's gradient."""
+"""Converters, simulated on all ranks: forward they give the goal's shards, backward the start's gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwright.layout import (
     replicated,
 )
 from shardwright.reshard import forget_gradient, reordered, same_placement
-from tests.layout.drawn import factored, few, layouts, meshes, numbered, piece, shape_of
+from tests.layout.drawn import factored, few, layouts, meshes, numbered, shape_of, shard
 from tests.layout.simulated import FORWARD, assert_lies, backward, forward, spread
 
 TP, DP = Axis(name="tp", size=2), Axis(name="dp", size=2)
@@ -290,7 +290,7 @@ def test_a_reordered_layout_puts_the_same_elements_in_the_same_places(case, data
     assert moved.shards[dim][-1] == cut
     for device in mesh.devices:
         at = mesh.coordinates(device)
-        one, other = (piece(numbered(shape), it, mesh.sizes, at) for it in (layout, moved))
+        one, other = (shard(numbered(shape), it, mesh.sizes, at) for it in (layout, moved))
         assert np.array_equal(one, other)
     assert same_placement(layout, moved, mesh.sizes)
 
@@ -300,7 +300,7 @@ def test_a_reordered_layout_puts_the_same_elements_in_the_same_places(case, data
 def test_layouts_that_are_called_the_same_are_the_same_on_every_device(case):
     mesh, shape, one, other = case
     alike = all(
-        np.array_equal(*(piece(numbered(shape), it, mesh.sizes, mesh.coordinates(d)) for it in (one, other)))
+        np.array_equal(*(shard(numbered(shape), it, mesh.sizes, mesh.coordinates(d)) for it in (one, other)))
         for d in mesh.devices
     )
 

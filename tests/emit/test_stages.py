@@ -1,4 +1,4 @@
-"""The files of a pipeline's segments: what they say of themselves, and names that a model may have too."""
+"""The files of a pipeline's stages: what they say of themselves, and names that a model may have too."""
 
 from __future__ import annotations
 
