@@ -36,7 +36,7 @@ OLDER_KERNELS = {
 """Runs whose attention was by an older kernel than the catalogue's, and what it reaches of the peak.
 
 llm-foundry's benchmarks say attn_impl: triton; what it reaches is fitted to their long sequences. torch's attention is
-by flash attention 2 on an H100 unless it is told otherwise (pytorch/pytorch issue 142132: 329 TFLOP/s, where flash
+by flash attention 2 on an H100 unless another is asked for (pytorch/pytorch issue 142132: 329 TFLOP/s, where flash
 attention 3 has 632), and 0.8 of that in long runs, as in the catalogue.
 """
 

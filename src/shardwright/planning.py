@@ -17,6 +17,7 @@ from .ir import Graph, Output
 from .ir.recompute import faults_of
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
+from .plan.digest import ring_notes
 from .plan.joint import JointResult, note_of, pipeline_summary, predicted
 from .plan.joint import find_plan as find_joint
 from .plan.pipeline import build_pipeline, continue_pipeline
@@ -113,7 +114,9 @@ def priced(
     ).as_json()
     if result is not None:
         prediction |= result.as_json()
-    return replace(plan, predicted={**plan.predicted, entry: prediction})
+    rings = ring_notes(analysis, plan.mesh, plan.choices(entry), cluster)
+    notes = tuple(dict.fromkeys((*plan.notes, *rings)))
+    return replace(plan, predicted={**plan.predicted, entry: prediction}, notes=notes)
 
 
 def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanRequest) -> Plan:

@@ -94,3 +94,17 @@ def test_nonsense_is_refused_by_name(tmp_path, content):
     (tmp_path / "bad.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"bad\.safetensors is"):
         read_header(tmp_path / "bad.safetensors")
+
+
+def test_metadata_may_have_any_text(tmp_path):
+    tensor = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    content = header({"__metadata__": {"a\x01": "\x00b\r\n"}, "a": tensor}, b"1")
+    (tmp_path / "odd.safetensors").write_bytes(content)
+    assert read_header(tmp_path / "odd.safetensors")[1] == {"a\x01": "\x00b\r\n"}
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path):
+    entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    (tmp_path / "bad.safetensors").write_bytes(header({"a": entry, "b": {**entry, "data_offsets": [2, 6]}}, b"123456"))
+    with pytest.raises(CheckpointError, match="a and b have the same bytes"):
+        read_header(tmp_path / "bad.safetensors")

@@ -24,8 +24,8 @@ LOWER = (
     Fault(
         "a slice is one part too far",
         "ops/parts.py",
-        "start=unit.times(part) if part else 0, end=unit.times(part + 1)",
-        "start=unit.times(part), end=unit.times(part + 2)",
+        '"end": unit.times(part + 1)',
+        '"end": unit.times(part + 2)',
         "lower/test_local.py",
     ),
     Fault(
@@ -42,8 +42,8 @@ LOWER = (
     Fault(
         "a mean over split rows is that of the rank",
         "ops/losses.py",
-        "if not classes and (not rows or",
-        "if not classes and (rows or",
+        "if not classes and (not samples or",
+        "if not classes and (samples or",
         f"{SECTION4}::test_a_mean_with_ignored_labels_is_a_ratio_of_two_sums",
     ),
     Fault(
@@ -105,8 +105,8 @@ LOWER = (
     Fault(
         "a count is that of one microbatch",
         EARLY,
-        "if op.target in COUNTED and rows and MB in rows",
-        "if op.target in COUNTED and not rows",
+        "if op.target in COUNTED and samples and MB in samples",
+        "if op.target in COUNTED and not samples",
         f"{TIME}::test_a_mean_over_labels_divides_by_those_that_count_in_all_microbatches",
     ),
     Fault(

@@ -9,7 +9,7 @@ PACKING = (
         "the first token of a document is predicted from the one before it",
         "data/packing.py",
         "border = torch.tensor([IGNORED])",
-        "border = shard.labels[:1]",
+        "border = chunk.labels[:1]",
         f"{DATA}::test_a_sequence_has_documents_positions_and_labels_that_start_anew",
     ),
     Fault(
@@ -22,8 +22,8 @@ PACKING = (
     Fault(
         "a run resumes at the start of a window",
         "data/packing.py",
-        "for shards in bins[self._sequences :]:",
-        "for shards in bins:",
+        "for chunks in bins[self._sequences :]:",
+        "for chunks in bins:",
         f"{DATA}::test_a_stateful_stream_is_not_read_from_the_start",
     ),
     Fault(

@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import PlanError
+from shardwright.verify.ranks import run_threads
 from tests.models.transformer import Transformer, TransformerConfig
 from tests.verified import referred, verified
 
@@ -131,3 +132,25 @@ def test_a_sequence_shorter_than_the_axis_is_refused():
 def test_a_model_without_a_sequence_is_refused():
     with pytest.raises(PlanError, match="cp=2 splits the sequence"):
         sw.plan(nn.Linear(4, 4), example=(torch.randn(4, 4),), plan="cp=2", cluster=2)
+
+
+def test_a_ring_over_nodes_is_noted_and_priced():
+    model, example = MODELS["llama"]()
+    plan = sw.plan(model, example=example, plan="cp=4", cluster="2x2xH100")
+    assert any("around cp=4, which spans 2 nodes" in note for note in plan.notes)
+    inside = sw.plan(model, example=example, plan="cp=4", cluster="4xH100")
+    assert not any("which spans" in note for note in inside.notes)
+    assert plan.predicted["train"]["seconds"] > inside.predicted["train"]["seconds"]
+
+
+def test_evaluation_with_another_length_keeps_the_plan():
+    def work(rank):
+        torch.manual_seed(0)
+        model, (x, y) = gpt()
+        expected = [Transformer.forward(model, x[:, :n], y[:, :n]).item() for n in (12, 7, 1)]
+        compiled, _ = sw.parallelize(model, torch.optim.SGD(model.parameters()), example=(x, y), plan="cp=2")
+        with torch.no_grad():
+            return expected, [compiled(x[:, :n], y[:, :n]).item() for n in (12, 7, 1)]
+
+    for expected, losses in run_threads(2, work):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)

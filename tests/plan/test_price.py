@@ -41,7 +41,7 @@ def test_what_is_sent_adds_up_to_the_communication_of_a_step(plan, accumulate):
 
 
 def test_kernels_are_slowed_by_collectives_that_share_their_memory(tmp_path):
-    """All the difference between a cluster of the catalogue and one whose overlap was measured to be nearly the same."""
+    """The difference between a cluster of the catalogue and one whose overlap was measured to be nearly the same."""
     catalogue = parse("4xA100-80GB")
     save(replace(catalogue, overlap=catalogue.overlap - 1e-9), tmp_path / "measured.yaml")
     module, args, kwargs = ZOO["gpt"]()

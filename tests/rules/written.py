@@ -195,7 +195,8 @@ NORMS: Written = {
 
 LOSSES: Written = {
     "cross entropy": (
-        "cross_entropy_loss.default", {"self": real(6, 4), "target": ids(4, 6)}, "na=rows+ c=classes, na=rows+ ->",
+        "cross_entropy_loss.default", {"self": real(6, 4), "target": ids(4, 6)},
+        "na=samples+ c=classes, na=samples+ ->",
     ),
     "cross entropy, summed, of pictures": (
         "cross_entropy_loss.default", {"self": real(6, 4, 5), "target": ids(4, 6, 5), "reduction": 2},
@@ -207,11 +208,11 @@ LOSSES: Written = {
     ),
     "cross entropy, weights": (
         "cross_entropy_loss.default", {"self": real(6, 4), "target": ids(4, 6), "weight": real(4).abs()},
-        "na=rows+ 4, na=rows+, 4 ->",
+        "na=samples+ 4, na=samples+, 4 ->",
     ),
     "cross entropy, probabilities": (
         "cross_entropy_loss.default", {"self": real(6, 4), "target": real(6, 4).softmax(1)},
-        "na=rows+ 4, na=rows+ 4 ->",
+        "na=samples+ 4, na=samples+ 4 ->",
     ),
     "cross entropy, one row": (
         "cross_entropy_loss.default", {"self": real(4), "target": torch.tensor(1)}, "c=classes, ->",
@@ -224,7 +225,7 @@ LOSSES: Written = {
     ),
     "nll": (
         "nll_loss_nd.default", {"self": real(6, 4, 5), "target": ids(4, 6, 5)},
-        "na=rows+ 4 nb=rows+, na=rows+ nb=rows+ ->",
+        "na=samples+ 4 nb=samples+, na=samples+ nb=samples+ ->",
     ),
     "nll, none": ("nll_loss_nd.default", {"self": real(6, 4), "target": ids(4, 6), "reduction": 0}, "na 4, na -> na"),
     "nll, one row": ("nll_loss_nd.default", {"self": real(4), "target": torch.tensor(1)}, None),

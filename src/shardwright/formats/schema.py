@@ -26,7 +26,7 @@ MOST_FAULTS = 50  # that are shown; a file with more of them is another kind of 
 LARGEST = 2**63 - 1
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def raise_faults(kind: type[ShardwrightError], title: str, faults: Faults) -> None:

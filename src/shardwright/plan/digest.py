@@ -5,7 +5,7 @@ Ops of equal layers are listed once, with a star and a count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from ..cost import flops, is_matmul
 from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Mesh
-from ..rules import Analysis
+from ..rules import Analysis, Choices
 from ..storage import Replicated, Storage
 from .folding import star
 
@@ -73,6 +73,20 @@ def axis_uses(
         nodes = max(len(span.ranks) for span in spans)
         uses.append(AxisUse(axis=axis.name, size=axis.size, links=tuple(links), nodes=nodes, **work))
     return tuple(uses)
+
+
+def ring_notes(analysis: Analysis, mesh: Mesh, choices: Choices, cluster: Cluster) -> Iterator[str]:
+    """Which rings of attention go from node to node."""
+    for axis in mesh.axes:
+        nodes = max(len(span.ranks) for span in cluster.spans(mesh, (axis.name,)))
+        picked = [(signature, signature.picked(choices.get(op, {}).get(axis.name)))
+                  for op, signature in analysis.signatures.items()]  # fmt: skip
+        count = sum(role is not None and signature.is_split_by("ring", role) for signature, role in picked)
+        if count and nodes > 1:
+            yield (
+                f"{count} attention ops send keys and values around {axis.name}={axis.size}, which spans {nodes} "
+                "nodes; what the links between them don't hide is in the prediction"
+            )
 
 
 def atom_kinds(analysis: Analysis) -> dict[int, str]:

@@ -107,4 +107,4 @@ def _others(predicted: Predicted) -> Iterator[RenderableType]:
     ]
     if words:
         yield indented("runners-up: " + "; ".join(words))
-    yield indented(f"{pipeline['looked']} pipelines were solved, {pipeline['left']} pruned by their bounds")
+    yield indented(f"{pipeline['tried']} pipelines were solved, {pipeline['pruned']} pruned by their bounds")

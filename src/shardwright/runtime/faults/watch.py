@@ -83,7 +83,7 @@ class Watch(AbstractContextManager[None]):
         self.failed = -1  # the call in which this rank raised its own error
         limit = world.timeout_of(group)
         self._limit = LATE if limit is None else limit.total_seconds()
-        self._store = BoundedStore(PrefixStore("shardwright/faults", store), min(ANSWER, max(self._limit, BEAT)))
+        self._store = BoundedStore(PrefixStore("shardwright/faults", store), min(ANSWER, max(self._limit, SILENCE)))
         self._others = [other for other in range(size) if other != rank]
         self._who: dict[int, int | None] = {}  # process ids of the ranks on this machine
         self._thread_watched = threading.get_ident()
