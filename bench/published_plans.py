@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import shardwright as sw
-from shardwright.cluster import AttentionKernel, Efficiency, NodeGroup, parse, save
+from shardwright.cluster import AttentionPrice, Efficiency, NodeGroup, parse, save
 from shardwright.cluster.catalogue import FLASH_2
 from shardwright.cluster.curve import Curve
 from shardwright.plan import Plan
@@ -26,7 +26,7 @@ OUTPUTS = sw.CompileOptions(outputs="scalars")
 MEMORY = "200GiB"
 """More than the devices have: the time of a pipeline is asked for, also where ours would not fit."""
 
-TRITON = AttentionKernel()
+TRITON = AttentionPrice()
 """Flash attention 1, in Triton."""
 
 OLDER_KERNELS = {
@@ -36,7 +36,7 @@ OLDER_KERNELS = {
 """Runs whose attention was by an older kernel than the catalogue's, and what it reaches of the peak.
 
 llm-foundry's benchmarks say attn_impl: triton; what it reaches is fitted to their long sequences. torch's attention is
-by flash attention 2 on an H100 unless it is told otherwise (pytorch/pytorch issue 142132: 329 TFLOP/s, where flash
+by flash attention 2 on an H100 unless another is asked for (pytorch/pytorch issue 142132: 329 TFLOP/s, where flash
 attention 3 has 632), and 0.8 of that in long runs, as in the catalogue.
 """
 
@@ -97,7 +97,7 @@ def cluster(row: Row) -> str | Path:
 
 
 @cache
-def cluster_file(name: str, kernel: AttentionKernel, efficiency: float, bandwidth: float | None) -> Path:
+def cluster_file(name: str, kernel: AttentionPrice, efficiency: float, bandwidth: float | None) -> Path:
     """A cluster of the catalogue, but with this attention, and maybe with another memory."""
     known = parse(name)
     (group,) = known.groups

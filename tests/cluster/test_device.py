@@ -137,5 +137,5 @@ def test_a_causal_attention_is_never_more_than_its_tiles_slower(kernel, keys):
 
 @pytest.mark.parametrize("fault", [{"short": -1.0}, {"causal": 0.0}, {"backward": float("inf")}, {"masked": -1.0}])
 def test_a_kernel_that_makes_no_sense_is_refused(fault):
-    with pytest.raises(ClusterError, match=f"attention_kernel.{next(iter(fault))}"):
+    with pytest.raises(ClusterError, match=f"attention.{next(iter(fault))}"):
         AttentionPrice(**fault)

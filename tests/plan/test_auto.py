@@ -262,3 +262,28 @@ def test_a_search_that_is_stopped_gives_the_best_so_far_and_says_so(deep):
     )
     assert result.plan.mesh.size == 8 and result.stopped
     assert seen and math.isfinite(result.best.time)
+
+
+class Scores(nn.Module):
+    """Gives back many more elements than it has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4096)
+
+    def forward(self, x):
+        scores = self.head(x)
+        return scores.square().mean(), scores
+
+
+def test_outputs_that_do_not_fit_are_said_with_their_remedy():
+    analysis = analyse(capture(Scores(), (torch.zeros(4096, 16),)).graph)
+    with pytest.raises(PlanError, match=r'outputs alone, .* 64 MiB, .* 32 MiB .* CompileOptions\(outputs="scalars"\)'):
+        search(analysis, find("cpu:4"), TrainingSetup(), SearchOptions(memory=32 * 2**20))
+
+
+def test_a_lack_of_memory_is_never_said_in_negative_bytes():
+    analysis = analyse(capture(Scores(), (torch.zeros(4096, 16),)).graph)
+    with pytest.raises(PlanError, match=r"does not fit") as refusal:
+        search(analysis, find("cpu:2"), TrainingSetup(), SearchOptions(memory=70 * 2**20))
+    assert "-" not in str(refusal.value).split("needs")[-1].split(";")[0]

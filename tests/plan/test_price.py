@@ -1,9 +1,11 @@
 """What a plan file says of a plan's cost adds up."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from shardwright.cluster import parse, save
 from shardwright.parallelize import plan as make_plan
 from tests.models.zoo import ZOO
 
@@ -36,6 +38,20 @@ def test_what_is_sent_adds_up_to_the_communication_of_a_step(plan, accumulate):
     assert shows == pytest.approx(prediction["exposed"], **near)
     parts = prediction["compute"] + prediction["blocking"] + prediction["exposed"] + prediction["update"]
     assert parts == pytest.approx(prediction["seconds"], **near)
+
+
+def test_kernels_are_slowed_by_collectives_that_share_their_memory(tmp_path):
+    """The difference between a cluster of the catalogue and one whose overlap was measured to be nearly the same."""
+    catalogue = parse("4xA100-80GB")
+    save(replace(catalogue, overlap=catalogue.overlap - 1e-9), tmp_path / "measured.yaml")
+    module, args, kwargs = ZOO["gpt"]()
+    shared, alone = (
+        make_plan(module, example=(args, kwargs), plan="zero3=4", cluster=cluster).predicted["train"]
+        for cluster in ("4xA100-80GB", tmp_path / "measured.yaml")
+    )
+    slowed = shared["compute"] - alone["compute"]
+    share = catalogue.memory_share(catalogue.span(range(4)), catalogue.device(0))
+    assert 0.2 * share * shared["overlapped"] < slowed <= share * shared["overlapped"]
 
 
 def test_memory_by_kind_adds_up_to_the_peak():

@@ -11,6 +11,7 @@ from shardwright.errors import PlanError
 from shardwright.parallelize import plan as make_plan
 from shardwright.plan import PlanStage
 from shardwright.report import diff, explain, read_plan
+from shardwright.report.difference import TotalDifference
 from tests.models.zoo import ZOO
 
 
@@ -122,3 +123,10 @@ def test_files_that_are_no_plans_are_refused(tmp_path):
     (tmp_path / "empty.json").write_text(json.dumps({"version": 1}))
     with pytest.raises(PlanError, match="mesh is missing"):
         read_plan(tmp_path / "empty.json")
+
+
+def test_a_difference_to_a_rounding_error_has_no_percentage(plans):
+    total = TotalDifference(what="exposed", a=1e-19, b=2.5e-4)
+    difference = dataclasses.replace(diff(plans["tp=2"], plans["zero2=2"]), totals=(total,))
+    (line,) = [line for line in str(difference).splitlines() if "exposed" in line]
+    assert "%" not in line and "250 us" in line

@@ -123,3 +123,8 @@ def test_layers_that_follow_each_other_are_a_range():
 )
 def test_times_as_people_say_them(seconds, text):
     assert format_time(seconds) == text
+
+
+def test_a_rounding_error_is_no_time():
+    assert format_time(-3.5e-16) == format_time(1e-13) == "0"
+    assert format_time(2.5e-7) == "0.25 us"

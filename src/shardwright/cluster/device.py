@@ -79,10 +79,10 @@ class AttentionPrice:
     def __post_init__(self) -> None:
         for what in ("short", "diagonal", "ramp"):
             if not 0 <= getattr(self, what) < math.inf:
-                raise ClusterError(f"attention_kernel.{what} is {getattr(self, what)}; it must be zero or more tokens")
+                raise ClusterError(f"attention.{what} is {getattr(self, what)}; it must be zero or more tokens")
         for what in ("causal", "backward", "masked"):
             if not 0 < getattr(self, what) < math.inf:
-                raise ClusterError(f"attention_kernel.{what} is {getattr(self, what)}; it must be a positive number")
+                raise ClusterError(f"attention.{what} is {getattr(self, what)}; it must be a positive number")
 
     def forward_work(
         self, flops: float, keys: float, *, seen: float = 1.0, edges: int = 0, mask: bool = False

@@ -288,8 +288,8 @@ class Placer:
         """How every parameter is stored."""
         return {parameter.key: self._stored_as(parameter) for parameter in self.graph.parameters}
 
-    def _stored_as(self, parameter: Parameter) -> Layout:
-        layout = self._storage_layout(parameter)
+    def _stored_as(self, parameter: Parameter, layout: Layout | None = None) -> Layout:
+        layout = layout or self._storage_layout(parameter)
         return layout if parameter.trainable else forget_gradient(layout)
 
     def _hold(self, parameter: Parameter) -> ParameterSpec:
@@ -303,7 +303,7 @@ class Placer:
                 f"{parameter.key} {value.shape} has that dim too; use PipelineOptions(microbatches=1), pass "
                 "inputs with a batch dim, or name those that have none: CompileOptions(unbatched=[...])"
             )
-        layout = self._stored_as(parameter)
+        layout = self._stored_as(parameter, layout)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
         self._produce(parameter.value, layout.with_placement(MB, REPLICATE) if added_up else layout)
         return ParameterSpec(

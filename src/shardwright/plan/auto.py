@@ -327,12 +327,25 @@ class _MeshSearch:
         least = min(
             (result.solution.least_memory for result in results if result.solution is not None), default=math.inf
         )
-        graph = self.analysis.graph
+        graph, there = self.analysis.graph, format_bytes(self.limit)
+        model = f"{graph.name} with a batch of {graph.batch} does not fit:"
+        outputs = self._output_bytes()
+        if outputs > self.limit:
+            return PlanError(
+                f"{model} its outputs alone, which every device gets whole, take {format_bytes(outputs)}, and there "
+                f"are {there} on a device; leave them sharded and return the loss alone: "
+                'CompileOptions(outputs="scalars")'
+            )
         return PlanError(
-            f"{graph.name} with a batch of {graph.batch} does not fit: the leanest plan that was found needs "
-            f"{format_bytes(least)} on a device, and there are {format_bytes(self.limit - reserve)}; use more "
-            "devices, a smaller batch or a larger memory="
+            f"{model} the leanest plan that was found needs {format_bytes(least + reserve)} on a device, and there are "
+            f"{there}; use more devices, a smaller batch or a larger memory="
         )
+
+    def _output_bytes(self) -> float:
+        """Bytes of what leaves the model."""
+        values = self.analysis.graph.values
+        names = {output.value for output in self.analysis.graph.outputs if output.value is not None}
+        return sum(values[name].elements * self.training.item(values[name]) for name in names)
 
 
 def extend(plan: Plan, analysis: Analysis, cluster: Cluster, training: TrainingSetup) -> Plan:

@@ -31,11 +31,13 @@ def table_of(*heads: str) -> Table:
 
 
 def format_time(seconds: float) -> str:
-    """A time with a unit."""
+    """A time with a unit. What is shorter than a picosecond is a rounding error."""
+    if abs(seconds) < 1e-12:
+        return "0"
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}" if abs(seconds) < 100 * size else f"{seconds / size:.0f} {unit}"
-    return "0" if seconds == 0 else f"{seconds * 1e6:.2g} us"
+    return f"{seconds * 1e6:.2g} us"
 
 
 def percent(part: float) -> str:
