@@ -9,6 +9,7 @@ file that reads rank, world size and environment.
 from shardwright.control_flow import cond, scan, while_loop
 from shardwright.storage import ParameterSpec
 
+from .algorithms.chunked_losses import linear_cross_entropy, logsumexp
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
 from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
 from .algorithms.lookup import embedding_rows
@@ -43,7 +44,9 @@ __all__ = [
     "custom_algorithm",
     "embedding_rows",
     "find",
+    "linear_cross_entropy",
     "local_size",
+    "logsumexp",
     "nll_loss",
     "recompute",
     "replicate_linear",
