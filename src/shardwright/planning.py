@@ -17,6 +17,7 @@ from .ir import Graph, Output
 from .ir.recompute import faults_of
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
+from .plan.chunking import continued_chunks
 from .plan.joint import JointResult, note_of, pipeline_summary, predicted
 from .plan.joint import find_plan as find_joint
 from .plan.pipeline import build_pipeline, continue_pipeline
@@ -128,11 +129,13 @@ def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanReq
         more = build_plan(graph, policies.like(plan.mesh), analysis, plan.cluster, lenient=True)
     recomputed = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in recomputed if not faults_of(graph, path))
+    chunked, notes = continued_chunks(plan, graph)
+    stage = replace(more.entries[graph.entry][0], recompute=again, chunked_loss=chunked)
     return replace(
         plan,
-        entries={**plan.entries, graph.entry: (replace(more.entries[graph.entry][0], recompute=again),)},
+        entries={**plan.entries, graph.entry: (stage,)},
         fingerprints={**plan.fingerprints, **more.fingerprints},
-        notes=tuple(dict.fromkeys((*plan.notes, *more.notes))),
+        notes=tuple(dict.fromkeys((*plan.notes, *more.notes, *notes))),
     )
 
 

@@ -19,7 +19,8 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 GROUPS = ("axes", "rows", "classes", "home")
 """Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
-EVEN_IF_UNSAID = ("comm.", "runtime.all_gather_linears", "runtime.cross_entropy", "runtime.embedding_rows")
+EVEN_IF_UNSAID = ("comm.", "runtime.all_gather_linears", "runtime.cross_entropy", "runtime.embedding_rows",
+                  "runtime.linear_cross_entropy")  # fmt: skip
 """Ops whose lines leave out a sharding that is even and contiguous."""
 
 Place = Mapping[str, int]

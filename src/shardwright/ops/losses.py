@@ -193,7 +193,7 @@ def print_count_labels(p: Printing) -> str:
 def run_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.cross_entropy(
         a["self"], a["target"], rows=run.group(a["rows"]), classes=run.group(a["classes"]), sharding=a["sharding"],
-        size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100), reduction=_reduction(a),
+        size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100), reduction=reduction_of(a),
         label_smoothing=a.get("label_smoothing", 0.0), count=a["count"], whole=a.get("whole", False),
     )  # fmt: skip
 
@@ -201,12 +201,12 @@ def run_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
 def run_nll_loss(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.nll_loss(
         a["self"], a["target"], rows=run.group(a["rows"]), weight=a["weight"],
-        ignore_index=a.get("ignore_index", -100), reduction=_reduction(a), count=a["count"],
+        ignore_index=a.get("ignore_index", -100), reduction=reduction_of(a), count=a["count"],
         whole=a.get("whole", False),
     )  # fmt: skip
 
 
-def _reduction(a: RuntimeArguments) -> str:
+def reduction_of(a: RuntimeArguments) -> str:
     return REDUCTIONS[a.get("reduction", MEAN)].strip('"')
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import LayoutError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
+from ..lower.chunked_loss import check_chunked
 from ..storage import Storage, parse_storage
 from .folding import uncover, unfold, unfold_paths
 from .plan import VERSION, Plan, PlanStage
@@ -83,6 +84,8 @@ def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) ->
         stage_of |= dict.fromkeys(own, number)
     faults += [f"{name!r} is in no segment" for name in names if name not in stage_of]
     raise_all(PlanError, f"{path} does not fit the model:", faults)
+    chunked = {name: chunks for segment in segments for name, chunks in segment.get("chunked_loss", {}).items()}
+    check_chunked(graph, chunked)
     stages = []
     for number, (segment, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):
         where = f"segment {number}" if len(segments) > 1 else "the model"
@@ -93,6 +96,7 @@ def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) ->
                 mesh=mesh,
                 choices={name: {} for name in own} | unfold(segment["choices"], own, where),
                 recompute=unfold_paths(segment["recompute"], paths, where),
+                chunked_loss=segment.get("chunked_loss", {}),
             )
         )
     return tuple(stages)
@@ -146,6 +150,7 @@ _SCHEMA: dict[str, type] = {
 _OPTIONAL: dict[str, type] = {"schedule": str, "steps": dict, "local": bool}
 _SEGMENT = {"choices", "recompute"}
 _PLACED = _SEGMENT | {"mesh", "devices", "ops"}
+_MAY_HAVE = {"chunked_loss"}
 
 
 def validate(data: Any, path: str | Path) -> None:
@@ -172,6 +177,6 @@ def validate(data: Any, path: str | Path) -> None:
             f"entry {entry!r}, segment {number}: should have {', '.join(sorted(wanted))}, "
             f"has {', '.join(sorted(segment))}"
             for number, segment in enumerate(segments)
-            if set(segment) != wanted
+            if not wanted <= set(segment) <= wanted | _MAY_HAVE
         ]
     raise_all(PlanError, f"{path} is not a valid plan:", faults)

@@ -30,10 +30,10 @@ from ..world import Group
 from .losses import Average, Count, check_classes, mean_of, narrowed, own_weights
 
 Steps = tuple[tuple[Any, ...], ...]
-"""What is done to logits before the loss: ("to", torch.float32), ("mul", 2.0), ("div", 30.0), ("tanh",)."""
+"""What is done to logits before the loss: ("to", "float32"), ("mul", 2.0), ("div", 30.0), ("tanh",)."""
 
 STEPS: dict[str, Callable[..., Tensor]] = {
-    "to": lambda z, dtype: z.to(dtype),
+    "to": lambda z, dtype: z.to(getattr(torch, dtype)),
     "mul": torch.mul,
     "div": torch.div,
     "tanh": torch.tanh,
@@ -43,10 +43,10 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target: Tensor,
     *,
     chunks: int,
+    bias: Tensor | None = None,
     slices: Sequence[tuple[int, int, int, int]] = (),
     steps: Steps = (),
     logsumexp: str | None = None,
@@ -197,7 +197,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: _Labels, head: _Head
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each row, over all classes: the largest logit, and relative to it the target's, the sum of all (for label
     smoothing, by weight) and the sum of exponentials."""
     here = weight.shape[0]
