@@ -42,7 +42,7 @@ def cross_entropy(call: OpCall) -> Rule | None:
     rows = letters(len(logits.shape) - 1, "n")
     mark = {NONE: "", MEAN: "=rows+", SUM: "+"}[reduction]
     first, rest = rows[0] + mark, [row + mark for row in rows[1:]]
-    classes = str(logits.shape[1]) if probabilities or len(call.inputs) > 2 else "c=classes"
+    classes = str(logits.shape[1]) if probabilities else "c=classes"  # weights by class stay whole
     scores = [first, classes, *rest]
     wanted = scores if probabilities else [first, *rest]
     weight = [[str(logits.shape[1])]] * (len(call.inputs) - 2)

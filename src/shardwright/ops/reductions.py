@@ -179,7 +179,7 @@ define("std", rule={"correction default dim": blocked_reduction}, saved="0")
 define("std_mean var_mean", rule={"correction default dim": blocked_reduction}, saved="0 r")
 define("logsumexp", rule=logsumexp, localize=local_logsumexp, collectives=send_logsumexp, saved="0 r",
        kernel=Kernel.FUNCTION, prints=function)  # fmt: skip
-define("runtime.logsumexp", prints=print_logsumexp, positional=2, unsaid={"keepdim": False}, runs=run_logsumexp,
+define("runtime.logsumexp", prints=print_logsumexp, positional=3, unsaid={"keepdim": False}, runs=run_logsumexp,
        reads="runtime.logsumexp(self, dim, classes, keepdim)")  # fmt: skip
 define("linalg_vector_norm", rule=blocked_reduction, saved="0 r")
 define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r")
