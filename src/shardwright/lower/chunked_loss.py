@@ -73,6 +73,11 @@ def chunk_where_possible(program: LoweredProgram) -> LoweredProgram:
     return program
 
 
+def joined_losses(program: LoweredProgram) -> dict[str, int]:
+    """The losses of a program that are computed in chunks."""
+    return {op.name: op.argument("chunks") for op in program.body if op.target == CHUNKED}
+
+
 def _joined(program: LoweredProgram, name: str, chunks: int) -> LoweredProgram:
     loss = next((op for op in program.body if op.name == name), None)
     if loss is None:

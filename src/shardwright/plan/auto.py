@@ -355,6 +355,12 @@ def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: C
     builder.storage |= {key: stored.renamed(names).written() for key, stored in storage.items() if stored.axes}
     for path in tables.recompute(states):
         builder.recompute(path)
+    joined = tables.joined_losses(states) if tables.skeleton.kinds.chunked else {}
+    for name in tables.skeleton.kinds.chunked:
+        if name in joined:
+            builder.chunk_loss(name, joined[name])
+        else:
+            builder.note(f"{analysis.graph.by_name[name]} is not chunked: its logits are resharded before it")
     for item in constraints.items:
         builder.note(f"keeps to {item.source}")
     return builder.finish("auto", str(cluster), settle=False)

@@ -76,8 +76,8 @@ def verify(
                the world if there is one, else threads. Processes need a picklable model.
     size       number of ranks, if the plan does not fix it (a policy function).
     pipeline   PipelineOptions: microbatches, as for parallelize.
-    compile    CompileOptions: opaque, outputs and timeout, as for parallelize; directory: where to write generated code, which
-               is discarded without it.
+    compile    CompileOptions: opaque, outputs and timeout, as for parallelize; directory: where to write generated
+               code, which is discarded without it.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """

@@ -113,7 +113,7 @@ def named_outputs(output: Any, which: Outputs = "all") -> Tensors:
             tensors[name] = leaf.detach().clone() if continuous else leaf.double()
         elif isinstance(leaf, bool | int | float):
             tensors[name] = torch.tensor(float(leaf), dtype=torch.float64)
-    return tensors if which == "all" else {name: tensor for name, tensor in tensors.items() if not tensor.shape}
+    return tensors if which == "all" else {name: x for name, x in tensors.items() if x is None or not x.shape}
 
 
 def _word(key: Any) -> str:
