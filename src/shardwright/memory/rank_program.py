@@ -316,7 +316,7 @@ class ProgramReader:
 
         Backward makes the chunk again, its gradient in place of it (and cast, for the linear).
         """
-        x, weight, target = (self.values[op.inputs[at]] for at in range(3))
+        x, weight = (self.values[name] for name in op.inputs[:2])
         tensors = self.result.tensors
         logits = self.values[self.program.graph.by_name[op.name].inputs[0]]
         rows = self._elements(op.inputs[2])
