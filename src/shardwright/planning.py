@@ -18,8 +18,7 @@ from .ir.recompute import faults_of
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
 from .plan.chunking import continued_chunks
-from .plan.joint import JointResult, note_of, pipeline_summary, predicted
-from .plan.joint import find_plan as find_joint
+from .plan.joint import JointResult, find_best_plan, note_of, pipeline_summary, predicted
 from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
 from .plan.request import AutoPlan, PlanFile, PlanRequest
@@ -85,7 +84,7 @@ def find_plan(analysis: Analysis, request: PlanRequest, size: int) -> JointResul
             f'with inputs="per_replica" every axis splits the batch and is called dp, not {", ".join(strange)}'
         )
     with without_collection():
-        result = find_joint(analysis, cluster, request.training, options, size=size)
+        result = find_best_plan(analysis, cluster, request.training, options, size=size)
         plan = _with_predictions(result, analysis, request, cluster)
         return replace(result, plan=replace(plan, made_for=cluster))
 

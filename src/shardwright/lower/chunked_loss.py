@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..errors import PlanError, raise_all
 from ..ir import Graph, Op
@@ -16,25 +16,30 @@ CARRIED = ("rows", "classes", "sharding", "size", "ignore_index", "reduction", "
 """Arguments of a loss that are those of the call."""
 
 
-def check_chunked(graph: Graph, chunked: Mapping[str, int]) -> dict[str, LossHead]:
-    """The heads of the losses that a plan chunks. Refuses what can't be, all at once."""
-    flow, heads, faults = OpFlow.of_graph(graph), dict[str, LossHead](), list[str]()
+def check_chunked(graph: Graph, chunked: Mapping[str, int]) -> None:
+    """Refuse losses whose logits can't be made in so many chunks, all at once."""
+    flow, faults = OpFlow.of_graph(graph), list(unknown_losses(graph, chunked))
+    for name in chunked:
+        if name in graph.by_name:
+            try:
+                find_head(graph.by_name[name], flow)
+            except HeadFault as fault:
+                faults.append(f"it computes {graph.by_name[name]} in chunks, but {fault}")
+    raise_all(PlanError, "the plan does not fit the model:", faults)
+
+
+def unknown_losses(graph: Graph, chunked: Mapping[str, int]) -> Iterator[str]:
+    """What is wrong with the names and the numbers of chunks of a plan's losses."""
     for name, chunks in chunked.items():
         op = graph.by_name.get(name)
         if op is None:
-            losses = [op.name for op in graph.ops if "cross_entropy" in op.target]
-            known = f"the losses are {', '.join(map(repr, losses))}" if losses else "it has no cross_entropy"
-            faults.append(f"it chunks the loss {name!r}, which the model does not have; {known}")
-            continue
-        try:
-            heads[name] = find_head(op, flow)
+            losses = ", ".join(repr(op.name) for op in graph.ops if op.target in LOSSES)
+            known = f"the losses are {losses}" if losses else "it has no cross_entropy"
+            yield f"it chunks the loss {name!r}, which the model does not have; {known}"
+        elif op.target in LOSSES:
             rows = rows_of(op, graph)
             if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= rows:
-                faults.append(f"it computes {op} in {chunks!r} chunks, and there are {rows} rows; use 1 to {rows}")
-        except HeadFault as fault:
-            faults.append(f"it computes {op} in chunks, but {fault}")
-    raise_all(PlanError, "the plan does not fit the model:", faults)
-    return heads
+                yield f"it computes {op} in {chunks!r} chunks, and there are {rows} rows; use 1 to {rows}"
 
 
 def faults_of_losses(graph: Graph) -> dict[str, str | None]:
@@ -82,6 +87,7 @@ def _joined(program: LoweredProgram, name: str, chunks: int) -> LoweredProgram:
     loss = next((op for op in program.body if op.name == name), None)
     if loss is None:
         raise PlanError(f"the plan computes {name!r} in chunks, which the program does not have: nothing reads it")
+    check_chunked(program.graph, {name: chunks})  # whose messages are about the model, and not about its shards
     users = program.users()
     flow = OpFlow(
         makers={made: op for op in program.body for made in op.outputs},

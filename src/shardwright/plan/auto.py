@@ -157,7 +157,7 @@ class _MeshSearch:
         self.best: MeshResult | None = None
 
     def _frame(self, constraints: Constraints, like: SearchContext | None = None) -> SearchContext:
-        options, limits = self.options, bind(constraints, self.analysis)
+        options, limits = self.options, bind(constraints, self.analysis, self.options.chunked)
         return SearchContext(
             self.analysis, self.cluster, self.training, limits,
             size=self.size, rows=options.data_only, recompute=options.recompute, like=like,

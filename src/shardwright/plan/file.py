@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import LayoutError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
-from ..lower.chunked_loss import check_chunked
+from ..lower.chunked_loss import unknown_losses
 from ..storage import Storage, parse_storage
 from .folding import uncover, unfold, unfold_paths
 from .plan import VERSION, Plan, PlanStage
@@ -85,7 +85,7 @@ def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) ->
     faults += [f"{name!r} is in no segment" for name in names if name not in stage_of]
     raise_all(PlanError, f"{path} does not fit the model:", faults)
     chunked = {name: chunks for segment in segments for name, chunks in segment.get("chunked_loss", {}).items()}
-    check_chunked(graph, chunked)
+    raise_all(PlanError, f"{path} does not fit the model:", list(unknown_losses(graph, chunked)))
     stages = []
     for number, (segment, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):
         where = f"segment {number}" if len(segments) > 1 else "the model"

@@ -114,9 +114,13 @@ def _is_in(op: Op, modules: Iterable[str]) -> bool:
     return any(is_inside(op.module_path, path) for path in modules)
 
 
-def bind(constraints: Constraints, analysis: Analysis) -> Limits:
-    """The limits of a graph. Refuses, all at once, what names nothing that the model has."""
+def bind(constraints: Constraints, analysis: Analysis, chunked: Iterable[str] = ()) -> Limits:
+    """The limits of a graph. Refuses, all at once, what names nothing that the model has.
+
+    `chunked`: losses whose logits a search tries to make in chunks.
+    """
     binder = _Binder(constraints, analysis)
+    binder.chunked |= dict.fromkeys(chunked)
     for item in constraints.items:
         binder.add(item)
     raise_all(PlanError, f"the constraints do not fit {analysis.graph.name}:", binder.faults)
