@@ -207,7 +207,7 @@ LOSSES: Written = {
     ),
     "cross entropy, weights": (
         "cross_entropy_loss.default", {"self": real(6, 4), "target": ids(4, 6), "weight": real(4).abs()},
-        "na=rows+ 4, na=rows+, 4 ->",
+        "na=rows+ c=classes, na=rows+, 4 ->",
     ),
     "cross entropy, probabilities": (
         "cross_entropy_loss.default", {"self": real(6, 4), "target": real(6, 4).softmax(1)},

@@ -100,7 +100,8 @@ def on_ranks(rank: int, case: Case) -> tuple[Tensor, dict[str, Tensor], list[str
         result = linear_cross_entropy(
             leaves["x"], leaves["weight"], data["target"], bias=leaves.get("bias"), chunks=case.chunks,
             slices=case.slices, steps=case.steps, logsumexp=case.z_loss, rows=dp if case.dp > 1 else None,
-            classes=tp if case.tp > 1 else None, sharding=sharding if case.sharding or case.classes % case.tp else None, size=case.classes,
+            classes=tp if case.tp > 1 else None, size=case.classes,
+            sharding=sharding if case.sharding or case.classes % case.tp else None,
             class_weight=data["class_weight"] if case.weighted else None, **case.options,
         )  # fmt: skip
     loss, lse = result if isinstance(result, tuple) else (result, None)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from ..errors import PlanError, raise_all
 from ..ir import Graph, Op
 from ..ir.graph import Slot
-from ..ops.chunked_losses import CHUNKED
-from .loss_head import LOSSES, HeadFault, LossHead, OpFlow, find_head
+from ..ops.chunked_losses import CHUNKED, LOSSES
+from .loss_head import HeadFault, LossHead, OpFlow, find_head
 from .program import LoweredProgram
 
 CARRIED = ("rows", "classes", "sharding", "size", "ignore_index", "reduction", "label_smoothing", "whole")
@@ -90,7 +90,7 @@ def _joined(program: LoweredProgram, name: str, chunks: int) -> LoweredProgram:
     check_chunked(program.graph, {name: chunks})  # whose messages are about the model, and not about its shards
     users = program.users()
     flow = OpFlow(
-        makers={made: op for op in program.body for made in op.outputs},
+        makers={output: op for op in program.body for output in op.outputs},
         readers=lambda value: users.get(value, []),
         values=program.values,
         needed=program.needed(),
@@ -115,7 +115,7 @@ def _joined(program: LoweredProgram, name: str, chunks: int) -> LoweredProgram:
         if op.name == name:
             body += [call, *waiting]
             waiting, late = [], set()
-        elif op.name not in gone and any(made in late for made in op.inputs):
+        elif op.name not in gone and any(value in late for value in op.inputs):
             waiting.append(op)
             late |= set(op.outputs)
         elif op.name not in gone:
@@ -125,7 +125,7 @@ def _joined(program: LoweredProgram, name: str, chunks: int) -> LoweredProgram:
 
 def _call(loss: Op, head: LossHead, chunks: int) -> Op:
     """The call that stands for a loss and its head."""
-    tensors = {"input": head.x, "weight": head.weight, "target": loss.tensor("target"), "bias": head.bias}
+    tensors = {"self": head.x, "weight": head.weight, "target": loss.tensor("target"), "bias": head.bias}
     tensors |= {"class_weight": loss.tensor("weight"), "count": loss.tensor("count")}
     inputs = [value for value in tensors.values() if value is not None]
     slots = [(key, Slot(at)) for at, key in enumerate(key for key, value in tensors.items() if value is not None)]

@@ -14,13 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir import Graph, Op, Value
-
-LOSSES = ("aten.cross_entropy_loss.default", "runtime.cross_entropy")
-LOGSUMEXPS = ("aten.logsumexp.default", "runtime.logsumexp")
-VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
-COPIES = ("aten.clone.default", "aten.contiguous.default")
-TURNS = ("aten.transpose.int", "aten.permute.default", "aten.t.default")
-SCALAR_STEPS = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div", "aten.mul.Scalar": "mul", "aten.div.Scalar": "div"}
+from ..ops.chunked_losses import (
+    ADD,
+    ADDED_MATMUL,
+    COPIES,
+    LINEAR,
+    LOGSUMEXPS,
+    LOSSES,
+    MATMULS,
+    SLICE,
+    SLICE_ARGUMENTS,
+    TURNS,
+    VIEWS,
+    elementwise_step,
+    turned_dims,
+)
 
 ONLY_LOSS = 'compile=sw.CompileOptions(outputs="scalars")'
 """What drops logits that a model returns beside its loss."""
@@ -88,14 +96,14 @@ class _Path:
         if op.target in VIEWS and not turned and before[-1] == after[-1]:
             self.reshaped = True
             self.rank, self.class_dim = len(after), len(after) - 1
-        elif op.target == "aten.slice.Tensor" and not turned and not self.reshaped:
+        elif op.target == SLICE and not turned and not self.reshaped:
             self.slices.append(self._slice(op))
         elif op.target in TURNS:
-            order = _order(op, self.rank)
+            order = turned_dims(op, self.rank)
             if [dim for dim in order if dim != self.class_dim] != [d for d in range(self.rank) if d != self.class_dim]:
                 raise HeadFault(f"{op} changes the order of the rows of its logits")
             self.class_dim = order.index(self.class_dim)
-        elif (step := _step(op)) is not None:
+        elif (step := elementwise_step(op)) is not None:
             self.steps.append(step)
         else:
             raise HeadFault(
@@ -108,31 +116,6 @@ class _Path:
         if not all(isinstance(number, int) for number in (dim, start, end, step)) or dim % self.rank == self.class_dim:
             raise HeadFault(f"{op} takes some of the classes")
         return dim % self.rank, start, end, step
-
-
-SLICE_ARGUMENTS = (("dim", 0), ("start", 0), ("end", 2**63 - 1), ("step", 1))
-
-
-def _order(op: Op, rank: int) -> list[int]:
-    """The dims of an op's input in the order of its output."""
-    if op.target == "aten.permute.default":
-        return [dim % rank for dim in op.argument("dims")]
-    a, b = (0, 1) if op.target == "aten.t.default" else (op.argument("dim0") % rank, op.argument("dim1") % rank)
-    order = list(range(rank))
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-def _step(op: Op) -> tuple[Any, ...] | None:
-    """A cast or an elementwise op with a number, as the runtime names it."""
-    if op.target == "aten._to_copy.default" and {name for name, _ in op.arguments} <= {"self", "dtype"}:
-        return ("to", str(op.argument("dtype")))
-    if op.target == "aten.tanh.default":
-        return ("tanh",)
-    number = op.argument("other")
-    if op.target in SCALAR_STEPS and isinstance(number, int | float) and not isinstance(number, bool):
-        return (SCALAR_STEPS[op.target], number)
-    return None
 
 
 def find_head(loss: Op, flow: OpFlow) -> LossHead:
@@ -184,7 +167,7 @@ def _ops_before(logits: str, flow: OpFlow) -> list[Op]:
         if op is None:
             raise HeadFault("its logits are not made by a linear of the same stage")
         ops.append(op)
-        if _multiplies(op):
+        if op.target in MATMULS:
             return ops[::-1]
         if op.target.startswith("comm.") or reads_several(op, flow):
             raise HeadFault(f"{op} stands between its logits and their linear")
@@ -196,27 +179,23 @@ def reads_several(op: Op, flow: OpFlow) -> bool:
     return len(op.inputs) != 1 and not _is_bias(op, flow)
 
 
-def _multiplies(op: Op) -> bool:
-    return op.target in ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.addmm.default")
-
-
 def _is_bias(op: Op, flow: OpFlow) -> bool:
-    if op.target != "aten.add.Tensor" or len(op.inputs) != 2 or op.argument("alpha", 1) != 1:
+    if op.target != ADD or len(op.inputs) != 2 or op.argument("alpha", 1) != 1:
         return False
     logits, added = (flow.values[name] for name in op.inputs)
     maker = flow.makers.get(op.inputs[0])
     alike = added.shape == logits.shape[-1:] and added.dtype == logits.dtype
-    return alike and maker is not None and _multiplies(maker) and len(maker.inputs) == 2
+    return alike and maker is not None and maker.target in MATMULS and len(maker.inputs) == 2
 
 
 def _product(op: Op, flow: OpFlow) -> tuple[str, str, str | None, tuple[Op, ...]]:
     """x, weight and bias of a matmul, and the op that turns the weight, if x @ weight.T was written."""
-    if op.target == "aten.linear.default":
+    if op.target == LINEAR:
         x, weight, *rest = op.inputs
         if len(flow.values[weight].shape) != 2:
             raise HeadFault(f"{op} has a weight of one dim")
         return x, weight, rest[0] if rest else None, ()
-    added = op.target == "aten.addmm.default"
+    added = op.target == ADDED_MATMUL
     if added and len(op.arguments) > 3:
         raise HeadFault(f"{op} scales what it adds")
     names = ("mat1", "mat2") if added else tuple(name for name, _ in op.arguments[:2])
@@ -238,7 +217,7 @@ def _readers(start: str, loss: Op, flow: OpFlow) -> tuple[list[Op], list[Op]]:
                 continue
             if op.target in LOGSUMEXPS:
                 others.append(op)
-            elif op.target in (*VIEWS, *COPIES, *TURNS, "aten.slice.Tensor") or _step(op) is not None:
+            elif op.target in (*VIEWS, *COPIES, *TURNS, SLICE) or elementwise_step(op) is not None:
                 inside.append(op)
                 names += op.outputs
             else:

@@ -1,7 +1,13 @@
-"""A linear and the cross entropy of its logits as one call of the runtime, which lowering joins (`lower/`)."""
+"""A linear and the cross entropy of its logits as one call of the runtime, and the ops that it may stand for.
+
+`lower/loss_head.py` finds them, and `lower/chunked_loss.py` joins them.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..ir import Op
 from .contexts import RankRun, RuntimeArguments
 from .losses import MEAN, SMOOTHED, reduction_of
 from .printing import REDUCTIONS, Printing, axes_text, plain
@@ -9,9 +15,47 @@ from .spec import define
 
 CHUNKED = "runtime.linear_cross_entropy"
 
+# -- the ops between a linear and its loss
+
+LOSSES = ("aten.cross_entropy_loss.default", "runtime.cross_entropy")
+LOGSUMEXPS = ("aten.logsumexp.default", "runtime.logsumexp")
+LINEAR, ADD, ADDED_MATMUL = "aten.linear.default", "aten.add.Tensor", "aten.addmm.default"
+MATMULS = (LINEAR, ADDED_MATMUL, "aten.matmul.default", "aten.mm.default")
+VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+COPIES = ("aten.clone.default", "aten.contiguous.default")
+TURNS = ("aten.transpose.int", "aten.permute.default", "aten.t.default")
+SLICE = "aten.slice.Tensor"
+SLICE_ARGUMENTS = (("dim", 0), ("start", 0), ("end", 2**63 - 1), ("step", 1))
+SCALED = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div", "aten.mul.Scalar": "mul", "aten.div.Scalar": "div"}
+
+
+def elementwise_step(op: Op) -> tuple[Any, ...] | None:
+    """A cast, a scale or a tanh as the runtime names it; None for other ops."""
+    if op.target == "aten._to_copy.default" and {name for name, _ in op.arguments} <= {"self", "dtype"}:
+        return ("to", str(op.argument("dtype")))
+    if op.target == "aten.tanh.default":
+        return ("tanh",)
+    number = op.argument("other")
+    if op.target in SCALED and isinstance(number, int | float) and not isinstance(number, bool):
+        return (SCALED[op.target], number)
+    return None
+
+
+def turned_dims(op: Op, rank: int) -> list[int]:
+    """The dims of what a turning view reads, in the order of its result."""
+    if op.target == "aten.permute.default":
+        return [dim % rank for dim in op.argument("dims")]
+    a, b = (0, 1) if op.target == "aten.t.default" else (op.argument("dim0") % rank, op.argument("dim1") % rank)
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+# -- the call
+
 
 def print_linear_cross_entropy(p: Printing) -> str:
-    shown = [p["input"], p["weight"], p["target"], f"chunks={p['chunks']}"]
+    shown = [p["self"], p["weight"], p["target"], f"chunks={p['chunks']}"]
     shown += [f"{key}={p[key]}" for key in ("bias", "slices", "steps", "logsumexp") if p.has(key)]
     rows, classes = p.literal("rows"), p.literal("classes")
     if rows:
@@ -32,7 +76,7 @@ def print_linear_cross_entropy(p: Printing) -> str:
 
 def run_linear_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.linear_cross_entropy(
-        a["input"], a["weight"], a["target"], chunks=a["chunks"], bias=a["bias"], slices=a.get("slices", ()),
+        a["self"], a["weight"], a["target"], chunks=a["chunks"], bias=a["bias"], slices=a.get("slices", ()),
         steps=a.get("steps", ()), logsumexp=a["logsumexp"], rows=run.group(a["rows"]), classes=run.group(a["classes"]),
         sharding=a["sharding"], size=a["size"], class_weight=a["class_weight"],
         ignore_index=a.get("ignore_index", -100), reduction=reduction_of(a),
@@ -41,6 +85,6 @@ def run_linear_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
 
 
 define(CHUNKED, prints=print_linear_cross_entropy, positional=3, unsaid=SMOOTHED, runs=run_linear_cross_entropy,
-       reads="runtime.linear_cross_entropy(input, weight, target, chunks, bias, slices, steps, logsumexp, rows, "
+       reads="runtime.linear_cross_entropy(self, weight, target, chunks, bias, slices, steps, logsumexp, rows, "
              "classes, sharding, size, class_weight, ignore_index, reduction, label_smoothing, count, "
              "whole)")  # fmt: skip

@@ -12,7 +12,7 @@ from ..ir import Graph, Op, Parameter
 from ..ir.paths import is_inside
 from ..ir.recompute import faults_of
 from ..lower.chunked_loss import faults_of_losses, rows_of
-from ..lower.loss_head import LOSSES
+from ..ops.chunked_losses import LOSSES
 from ..rules import FAN, Analysis, Role
 from .chunking import ChunkCounts
 from .constraints import (

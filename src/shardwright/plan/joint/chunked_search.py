@@ -26,7 +26,7 @@ WORTH = 0.01
 """The share of a device's memory that logits must have, spread over all devices, for chunks to be tried."""
 
 COPIES = 3
-"""Tensors of the size of logits that a step has at once: themselves, their log_softmax and their gradient."""
+"""Tensors of the size of logits that a step has at once: themselves, what backward saves, and their gradient."""
 
 
 def find_best_plan(

@@ -83,8 +83,7 @@ def linear_cross_entropy(
         check_classes(weight.shape[0], group, sharding, size, class_weight)
     head = _Head(chunks, steps, group, sharding, class_weight, ignore_index, label_smoothing)
     flat = x.reshape(-1, x.shape[-1])
-    made: tuple[Tensor, Tensor] = _ChunkedLoss.apply(flat, weight, bias, target.reshape(-1), head)  # type: ignore[no-untyped-call]
-    each, lse = made
+    each, lse = _ChunkedLoss.apply(flat, weight, bias, target.reshape(-1), head)  # type: ignore[no-untyped-call]
     like = head.stepped(x.new_empty(0))
     total = each.view(target.shape) if reduction == "none" else each.sum()
     if reduction == "mean":
