@@ -16,11 +16,17 @@ from ..ops.reading import UnreadableLineError, dotted, keywords
 from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-GROUPS = ("axes", "rows", "classes", "home")
+GROUPS = ("axes", "rows", "classes", "home", "ring")
 """Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
-EVEN_IF_UNSAID = ("comm.", "runtime.all_gather_linears", "runtime.cross_entropy", "runtime.embedding_rows",
-                  "runtime.linear_cross_entropy")  # fmt: skip
+EVEN_IF_UNSAID = (
+    "comm.",
+    "runtime.all_gather_linears",
+    "runtime.context_attention",
+    "runtime.cross_entropy",
+    "runtime.embedding_rows",
+    "runtime.linear_cross_entropy",
+)
 """Ops whose lines leave out a sharding that is even and contiguous."""
 
 Place = Mapping[str, int]
@@ -284,7 +290,7 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
 def _is_plain(shard: Shard, op: Op, scope: Scope) -> bool:
     """Whether a cut is the even contiguous one, which is what is meant where none is said."""
     parts = 1
-    for axis in op.argument("classes") or op.argument("axes"):
+    for axis in op.argument("classes") or op.argument("ring") or op.argument("axes"):
         parts *= scope.file.program.mesh.sizes[axis]
     return shard.simple(parts) and shard.blocks[0].size == parts
 

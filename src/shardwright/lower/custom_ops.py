@@ -25,8 +25,8 @@ def axes_by_algorithm(program: LoweredProgram, op: Op) -> dict[str, str]:
     if signature is None or signature.rule is None or not signature.rule.algorithms:
         return {}
     chosen = (program.choices or {}).get(op.name, {})
-    labels = {role.name: role.label for role in signature.roles if role.label in signature.rule.algorithms}
-    return {axis: labels[chosen[axis]] for axis in program.mesh.names if chosen.get(axis) in labels}
+    roles = {axis: signature.picked(chosen.get(axis)) for axis in program.mesh.names}
+    return {axis: role.label for axis, role in roles.items() if role and role.label in signature.rule.algorithms}
 
 
 def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
@@ -78,10 +78,9 @@ def _axes(program: LoweredProgram, op: Op, signature: Signature, labels: tuple[s
     axes: dict[int, tuple[str, ...]] = {}
     chosen = (program.choices or {}).get(op.name, {})
     together = {*labels, *_split_together(signature, labels)}
-    roles = {role.name: role for role in signature.roles if role.label in together}
     for axis in program.mesh.names:
-        role = roles.get(chosen.get(axis, ""))
-        if role is not None:
+        role = signature.picked(chosen.get(axis))
+        if role is not None and role.label in together:
             axes[role.atom] = (*axes.get(role.atom, ()), axis)
     return axes
 

@@ -144,7 +144,7 @@ def _size(program: LoweredProgram, dim: tuple[int, ...], shards: tuple[Any, ...]
     for shard in shards:
         axis = mesh.axis(shard.axis)
         for atom in atoms.splittable(dim):
-            if atoms.shard(dim, atom, axis, split) == shard:
+            if shard in (atoms.shard(dim, atom, axis, split), atoms.shard(dim, atom, axis, split, striped=True)):
                 split.append((atom, axis.size))
                 axes[atom] = (*axes.get(atom, ()), axis.name)
                 break

@@ -57,6 +57,13 @@ def group_norm(call: OpCall) -> Rule:
     return rule.with_sizes({"g": groups}).with_local({"num_groups": ("g",)})
 
 
+def native_group_norm(call: OpCall) -> Rule:
+    """Samples only: its kernel wants them to lie one after the other, which shards of channels do not."""
+    outputs = [["n", *map(str, value.shape[1:])] for value in call.outputs]
+    weights = [list(map(str, value.shape)) for value in call.inputs[1:]]
+    return write_rule([outputs[0], *weights], outputs).with_local({"N": ("n",)})
+
+
 def instance_norm(call: OpCall) -> Rule | None:
     """Each row and channel by itself; running statistics would be written to."""
     if call.tensor("running_mean") is not None and call.op.argument("use_input_stats"):
@@ -263,6 +270,6 @@ define("native_batch_norm", saved="0")
 define("runtime.batch_norm", prints=print_batch_norm, reads=read_batch_norm, unsaid={"training": True},
        runs=run_batch_norm)  # fmt: skip
 define("group_norm", rule=group_norm, saved_extra=group_statistics, prints=function, **TWICE)
-define("native_group_norm", saved="0", saved_extra=group_statistics)
+define("native_group_norm", rule=native_group_norm, saved="0", saved_extra=group_statistics)
 define("instance_norm", rule=instance_norm, canonical=canonical_instance_norm, **TWICE)
 define("renorm", rule=renorm)

@@ -149,7 +149,14 @@ def canonical_detach(call: TracedCall) -> list[str]:
 def canonical_squeeze(call: TracedCall) -> list[str]:
     if call.input_info.shape == call.info.shape:
         return call.identity(call.first)
-    return call.keep() if "dim" in call.arguments else canonical_reshape(call)
+    if "dim" not in call.arguments:
+        return canonical_reshape(call)
+    dims, shape = call.arguments["dim"], call.input_info.shape
+    if isinstance(dims, int):
+        return call.keep()
+    # a shard of a dim may have one element, which must not be dropped then
+    dropped = tuple(dim for dim in dims if shape[dim] == 1)
+    return call.emit(call.target, self=call.first, dim=dropped)
 
 
 def canonical_transpose(call: TracedCall) -> list[str]:

@@ -22,7 +22,7 @@ from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
 from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
 from ..lower.chunked_loss import check_chunked, faults_of_losses
-from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_random
+from ..rules import FAN, ROWS, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
 from ..storage import Storage, parse_storage
 from .chunking import resolved_chunks
 from .plan import Plan, PlanStage
@@ -41,6 +41,7 @@ class PlanBuilder:
         self.recomputed: list[str] = []
         self.chunked: dict[str, int | None] = {}
         self.foreseen: dict[str, frozenset[str]] = {}  # by axis: values whose sums over it are known beforehand
+        self.striped = True  # stripes balance causal attention
         self.notes: list[str] = list(graph.notes)
 
     @property
@@ -59,8 +60,7 @@ class PlanBuilder:
 
     def role_on(self, op: Op, axis: Axis) -> Role | None:
         """The role that an op is split on along an axis."""
-        chosen = self.chosen(op, axis)
-        return next((role for role in self.roles(op) if role.name == chosen), None)
+        return self.signature(op).picked(self.chosen(op, axis))
 
     def left_of(self, op: Op, axis: Axis, atom: int) -> int:
         """How much of an atom the other axes leave of an op."""
@@ -149,6 +149,8 @@ class PlanBuilder:
 
     def finish(self, policy: str, cluster: str = "", *, settle: bool = True) -> Plan:
         """Settle what no policy decided (unless everything is), and make the plan."""
+        for axis in self.mesh.axes:
+            self._stripe(axis)
         for axis in self.mesh.axes if settle else ():
             self._pass_partial(axis)
             self._fan(axis)
@@ -179,6 +181,34 @@ class PlanBuilder:
             storage=self._stored(),
             notes=tuple(dict.fromkeys(self.notes)),
         )
+
+    def _stripe(self, axis: Axis) -> None:
+        """Shard the sequence of causal attention in stripes where an axis splits it, so that ranks see equally much.
+
+        All ops take part, so that no reshard is between them; if the sizes of one don't allow it, none does. Where
+        attention is not split on the sequence, contiguous shards do.
+        """
+        roles = {op.name: self.role_on(op, axis) for op in self.ops}
+        triangular = {
+            name: role
+            for name, role in roles.items()
+            if role is not None and self.analysis.signatures[name].is_triangular(role)
+        }
+        signatures = self.analysis.signatures
+        attended = [name for name, role in triangular.items() if role.label in _rule(signatures[name]).triangular]
+        plain = {name: without_stripes(role.name) for name, role in triangular.items()}
+        striped = {name: f"{STRIPED}{role}" for name, role in plain.items()} if attended and self.striped else plain
+        try:
+            for name, choice in striped.items():
+                signatures[name].layouts({**self.choices[name], axis.name: choice}, self.mesh)
+        except PlanError:
+            striped = plain
+            self.note(
+                f"the sequence of causal attention ({triangular[attended[0]].size}) does not divide by "
+                f"{axis.name}={axis.size}, so its shards are contiguous, and the last device has the most to do"
+            )
+        for name, choice in striped.items():
+            self.choices[name][axis.name] = choice
 
     def _stored(self) -> dict[str, Storage]:
         try:
@@ -315,3 +345,8 @@ class PlanBuilder:
             if differentiated and all(summed(name) for name in differentiated):
                 free_ops[op.name] = op
         return free_ops
+
+
+def _rule(signature: Signature) -> Rule:
+    assert signature.rule is not None  # it has roles
+    return signature.rule

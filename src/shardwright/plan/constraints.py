@@ -33,6 +33,7 @@ from ..cluster import quantity
 from ..errors import PlanError, ScheduleError, raise_all
 from ..ir import Op
 from ..ir.paths import prefixes
+from ..rules import without_stripes
 from ..schedule import schedule_kind
 from .constraint_file import load_entries
 
@@ -182,7 +183,8 @@ class ChoiceDemand(NamedTuple):
     every: bool = True
 
     def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
-        met = [choice.get(axis, "") in self.picks for axis in (names if self.axis is None else (self.axis,))]
+        axes = names if self.axis is None else (self.axis,)
+        met = [without_stripes(choice.get(axis, "")) in self.picks for axis in axes]
         return all(met) if self.every else any(met)
 
 

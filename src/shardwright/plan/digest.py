@@ -65,7 +65,7 @@ def axis_uses(
         work = {"batch": 0.0, "weights": 0.0, "other": 0.0}
         for op in products:
             signature, picked = analysis.signatures[op.name], choices.get(op.name, {}).get(axis.name)
-            role = next((role for role in signature.roles if role.name == picked), None)
+            role = signature.picked(picked)
             if role is not None:
                 work[kinds.get(role.atom, "other")] += flops(signature) / total
         spans = cluster.spans(mesh, (axis.name,))

@@ -126,25 +126,27 @@ def divisors(number: int) -> list[int]:
 
 
 def axis_names(analysis: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several.
+    """dp for an axis that splits mostly the batch, cp the sequence, ep if it splits experts, else tp; numbered.
 
     Axes that somebody has named keep their names.
     """
     names = {name: name for name in mesh.names if name not in NAMES}
+    every = [(s, role) for s in analysis.signatures.values() for role in s.roles]
+    sequences = {role.atom for signature, role in every if signature.is_split_by("ring", role)} - analysis.owned
     for axis in mesh.axes:
         if axis.name in names:
             continue
-        work = {"dp": 1e-9, "tp": 0.0}
+        work = {"dp": 1e-9, "tp": 0.0, "cp": 0.0}
         experts = False
         for name, choice in choices.items():
             picked = choice.get(axis.name)
             signature = analysis.signatures[name]
-            role = next((role for role in signature.roles if role.name == picked), None)
+            role = signature.picked(picked)
             if role is None:
                 continue
-            experts = experts or signature.beside(role.label) is not None
+            experts = experts or signature.is_split_by("experts", role)
             weight = flops(signature) if is_matmul(signature) else 1e-6
-            work["dp" if role.atom in analysis.batch else "tp"] += weight
+            work["dp" if role.atom in analysis.batch else "cp" if role.atom in sequences else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
         numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
         names[axis.name] = next(name for name in numbered if name not in names.values())

@@ -58,7 +58,10 @@ class OpKinds:
             value, parameter = graph.values[name], graph.parameter_of(name)
             shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
         every = [dim for name in op.inputs for dim in dims[name]]
-        roles = [(role.name, role.size, *(blocks(dim, role.atom) for dim in every)) for role in signature.roles]
+        roles = [
+            (role.name, role.size, signature.is_triangular(role), *(blocks(dim, role.atom) for dim in every))
+            for role in signature.roles
+        ]
         arguments = [
             item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "state")
         ]

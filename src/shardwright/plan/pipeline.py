@@ -260,7 +260,7 @@ def _again(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int) -> Map
             if op is None or analysis.is_constant(op):
                 continue
             for axis in mesh.axes:
-                role = next((role for role in builder.roles(op) if role.name == choice.get(axis.name)), None)
+                role = builder.signature(op).picked(choice.get(axis.name))
                 if role is not None and role.fills(axis.size):
                     builder.split(op, axis, role)
     return builder.finish("").choices(analysis.graph.entry)

@@ -15,10 +15,11 @@ from ..cost import flops, is_matmul
 from ..cost.reshard_prices import prices_of
 from ..cost.reshard_search import cheapest_tree
 from ..errors import PlanError
-from ..ir import Graph
+from ..ir import Graph, Op
 from ..ir.graph import ITEM_SIZE
 from ..layout import Axis, Layout, chunk_bounds, replicated
-from ..rules import Analysis, analyse
+from ..ops import Kernel, spec_of
+from ..rules import Analysis, Role, analyse
 from ..rules.replica_axes import replicas
 from ..storage import SHARDED_KINDS, Storage
 from .builder import PlanBuilder
@@ -95,13 +96,56 @@ def sp(builder: PlanBuilder, axis: Axis) -> None:
             builder.split(op, axis, role)
 
 
+def context(attention: str) -> Policy:
+    """A policy that splits the sequence through the whole model, and attention by a label, or on heads."""
+
+    def policy(builder: PlanBuilder, axis: Axis) -> None:
+        sequence = sequence_atoms(builder, axis) | _attended(builder, axis)
+        if not sequence:
+            raise PlanError(
+                f"{axis.name}={axis.size} splits the sequence of activations [batch, sequence, features], and "
+                f"{builder.graph.name} has none with {axis.size} places or more; use dp or tp"
+            )
+        for op in builder.ops:
+            role = None
+            if builder.chosen(op, axis) is None:
+                role = _attention_role(builder, op, axis, attention, sequence)
+                role = role or builder.role_among(op, axis, sequence)
+            if role is not None and role.fills(axis.size):
+                builder.split(op, axis, role)
+
+    return policy
+
+
+def _attended(builder: PlanBuilder, axis: Axis) -> set[int]:
+    """The atoms of the queries and keys of fused attention."""
+    ops = [op for op in builder.ops if spec_of(op.target).kernel is Kernel.ATTENTION]
+    roles = [role for op in ops for role in builder.roles(op) if role.label in ("s", "t") and role.fills(axis.size)]
+    return {role.atom for role in roles} - builder.analysis.batch
+
+
+def _attention_role(builder: PlanBuilder, op: Op, axis: Axis, attention: str, sequence: set[int]) -> Role | None:
+    """How an op that looks from place to place is split: fused attention by its label, any other only on heads."""
+    roles, signature = builder.roles(op), builder.signature(op)
+    if attention != "heads":
+        return next((role for role in roles if role.label == attention and role.fills(axis.size)), None) if (
+            spec_of(op.target).kernel is Kernel.ATTENTION
+        ) else None
+    mixes = spec_of(op.target).kernel is Kernel.ATTENTION or any(
+        sum(bool(sequence.intersection(builder.analysis.atoms.splittable(dim))) for dim in dims) > 1
+        for dims in (builder.analysis.dims[bound.value] for bound in (*signature.inputs, *signature.outputs))
+    )
+    owned = builder.analysis.owned - sequence
+    return next((r for r in roles if mixes and r.atom in owned and r.size % axis.size == 0), None)
+
+
 def ep(builder: PlanBuilder, axis: Axis) -> None:
     """Expert parallel: data parallel, but layers of experts are split on their experts, and tokens travel."""
     dp(builder, axis)
     has_experts = False
     for op in builder.ops:
         for role in builder.roles(op):
-            if builder.signature(op).beside(role.label) is not None:
+            if builder.signature(op).is_split_by("experts", role):
                 builder.split(op, axis, role)
                 has_experts = True
     if not has_experts:
@@ -120,7 +164,9 @@ def stored_as(kind: type[Storage]) -> Policy:
 
 
 POLICIES: dict[str, Policy] = {
-    "dp": dp, "tp": tp, "sp": sp, "ep": ep, **{kind.name: stored_as(kind) for kind in SHARDED_KINDS}
+    "dp": dp, "tp": tp, "sp": sp, "ep": ep,
+    "cp": context("t"), "cp_all_gather": context("s"), "ulysses": context("heads"),
+    **{kind.name: stored_as(kind) for kind in SHARDED_KINDS}
 }  # fmt: skip
 
 
@@ -187,7 +233,7 @@ def rank_atoms(builder: PlanBuilder, axis: Axis) -> list[int]:
         size = analysis.atoms.size[atom]
         if chunk_bounds(size, axis.size, axis.size - 1)[1] == 0 or atom in analysis.batch:
             continue  # the last device would have nothing, which not every kernel can do
-        if any(builder.signature(op).beside(role.label) is not None for op, role in analysis.by_atom[atom]):
+        if any(builder.signature(op).is_split_by("experts", role) for op, role in analysis.by_atom[atom]):
             continue  # experts are split together with the batch, which is for ep to say
         uneven = 0.5 if size % axis.size else 1.0
         gain = uneven * _work(builder, atom) / (bytes_moved(builder, axis, atom) + 1.0)

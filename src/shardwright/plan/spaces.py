@@ -30,7 +30,7 @@ from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
 from ..ops.contexts import AlgorithmCollective
-from ..rules import FAN, ROWS, Role, Signature
+from ..rules import FAN, ROWS, Role, Signature, without_stripes
 from .constraints import ChoiceDemand
 from .op_kinds import OpKinds
 
@@ -200,12 +200,11 @@ class ChoiceSpaces:
             if op.name not in self.free:
                 return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
-        roles = {role.name: role for role in signature.roles}
         demands = self.demands.get(op.name, ())
         for picked in product(*lists):
             choice = {axis.name: pick for axis, pick in zip(self.mesh.axes, picked, strict=True) if pick}
             met = all(demand.is_met(choice, self.mesh.names) for demand in demands)
-            if met and self._shared_evenly([roles.get(pick) for pick in picked]):
+            if met and self._shared_evenly([signature.picked(pick) for pick in picked]):
                 yield choice
 
     def _shared_evenly(self, roles: list[Role | None]) -> bool:
@@ -222,7 +221,8 @@ class ChoiceSpaces:
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
         """What an op may do on one axis; "" is not split."""
         batch, even = self.analysis.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
-        roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
+        split = [role for role in even if role.atom not in batch or role.size % axis.size == 0]
+        roles = [signature.striped(role, axis.size).name for role in split]
         data = axis.name in self.data and op.name not in self.free
         if data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
@@ -233,8 +233,9 @@ class ChoiceSpaces:
         if op.name in self.kinds.lean:
             picks.append(FAN)
         picks += [f"{ROWS}{group}" for group in self._rows(op, signature)]
-        allowed = self.allowed.get(op.name, {}).get(axis.name)
-        return (picks if allowed is None else [pick for pick in picks if pick in allowed]) or picks
+        known = self.allowed.get(op.name, {}).get(axis.name)
+        allowed = picks if known is None else [*map(without_stripes, known)]
+        return [pick for pick in picks if pick in allowed or without_stripes(pick) in allowed] or picks
 
     def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
         """Groups of linear inputs through which a pending sum may pass and gets smaller, or is a number anyway."""

@@ -21,7 +21,9 @@ from ..storage import SHARDED_KINDS
 
 SHARDED = tuple(kind.name for kind in SHARDED_KINDS)
 """Policies that are data parallel with parameters sharded for storage: "zero1", ..."""
-KNOWN = ("dp", "tp", "sp", "ep", *SHARDED)
+CONTEXT = ("cp", "cp_all_gather", "ulysses")
+"""Policies that split the sequence (context parallelism): ring attention, gathered keys, heads exchanged."""
+KNOWN = ("dp", "tp", "sp", "ep", *CONTEXT, *SHARDED)
 RECOMPUTE = "recompute"
 """Asks for activation checkpointing of every repeated layer."""
 CHUNKED_LOSS = "chunked_loss"
@@ -122,7 +124,7 @@ def outer_of(axis: str, mesh: Mesh) -> Axis | None:
 
 def axis_name(policy: str, used: Iterable[str]) -> str:
     """What the axis of a policy is called: ZeRO is a kind of dp, sp a kind of tp."""
-    name = "dp" if policy in SHARDED else "tp" if policy == "sp" else policy
+    name = "dp" if policy in SHARDED else "tp" if policy == "sp" else "cp" if policy in CONTEXT else policy
     return policy if name in tuple(used) else name
 
 
@@ -152,8 +154,8 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
         else:
             _check_part(text, item, names, parts)
             parts.append((policy, Axis(name=axis_name(policy, (a.name for _, a in parts)), size=int(number))))
-    # replicas outside, experts between them and tensor parallelism, which is between neighbours
-    parts.sort(key=lambda part: (part[0] not in REPLICAS, part[0] == "ep"))
+    # replicas outside, then experts and the sequence; tensor parallelism is between neighbours
+    parts.sort(key=lambda part: (part[0] not in REPLICAS, part[0] == "ep", part[0] not in (*REPLICAS, *CONTEXT)))
     inner = math.prod(axis.size for _, axis in parts)
     if stages and max(stages) == 1:
         stages = (inner,) * len(stages)

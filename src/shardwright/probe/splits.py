@@ -21,7 +21,7 @@ import torch
 from ..errors import LoweringError, raise_all
 from ..ir import Op
 from ..ops.user_calls import OPAQUE
-from ..rules import FAN, ROWS, Analysis, Choices, OpCall, Rule, analyse, find_rule
+from ..rules import FAN, ROWS, STRIPED, Analysis, Choices, OpCall, Rule, Signature, analyse, find_rule
 from .check import NothingProven, WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
@@ -42,8 +42,7 @@ def check_splits(analysis: Analysis, choices: Iterable[Choices]) -> None:
                 signature = analysis.signatures.get(name)
                 if signature is None or signature.rule is None or name not in ops:
                     continue
-                labels = {role.name: role.label for role in signature.roles}
-                for choice in {labels.get(how, how) for how in picked.values()} - {FAN, ""}:
+                for choice in {_tried(signature, how) for how in picked.values()} - {FAN, ""}:
                     fault = _fault(analysis, ops[name], signature.rule, choice)
                     if fault:
                         faults.setdefault(fault, ops[name])
@@ -53,6 +52,12 @@ def check_splits(analysis: Analysis, choices: Iterable[Choices]) -> None:
         "report it, and exclude the split with a constraint meanwhile:",
         [f"{op}: {fault}" for fault, op in faults.items()],
     )
+
+
+def _tried(signature: Signature, choice: str) -> str:
+    """What of a choice is tried out: the label of a role, in stripes or not, or the choice itself."""
+    role = signature.picked(choice)
+    return choice if role is None else f"{STRIPED}{role.label}" if role.striped else role.label
 
 
 def _fault(analysis: Analysis, op: Op, rule: Rule, choice: str) -> str:
@@ -83,15 +88,26 @@ def _try(call: OpCall, rule: Rule, choice: str) -> str:
             return ""
 
 
+def _divisors(size: int) -> list[int]:
+    return [parts for parts in range(2, size + 1) if size % parts == 0]
+
+
 def _judge(sample: Sample, choice: str) -> str:
-    analysis = analyse(one_op(sample.call))
+    label, striped = choice.removeprefix(STRIPED), choice.startswith(STRIPED)
+
+    def find(call: OpCall) -> tuple[Rule | None, str]:
+        rule = find_rule(call)
+        return rule and rule.with_triangular([label] if striped else rule.triangular), ""
+
+    analysis = analyse(one_op(sample.call), find)
     (op,) = analysis.graph.ops
-    role = next((role for role in analysis.signatures[op.name].roles if role.label == choice), None)
+    role = next((role for role in analysis.signatures[op.name].roles if role.label == label), None)
     if role is None and ROWS not in choice:
         return ""
-    for parts in parts_of(3 if role is None else role.size)[:1]:
+    name = choice if role is None else f"{STRIPED}{role.name}" if striped else role.name
+    for parts in _divisors(role.size)[:1] if role and striped else parts_of(3 if role is None else role.size)[:1]:
         try:
-            check_role(analysis, op, choice if role is None else role.name, parts, sample.draw(3), careful(run_known))
+            check_role(analysis, op, name, parts, sample.draw(3), careful(run_known))
         except WrongSplit as error:
             return error.details
         except NothingProven:

@@ -86,11 +86,12 @@ class Why:
     def _choice_text(self, choice: Mapping[str, str]) -> str:
         """A choice as text: "dp: ma (batch), tp: n (weights)"."""
         analysis = self.query.analysis
-        kinds, roles = atom_kinds(analysis), {role.name: role for role in analysis.signatures[self.query.ops[0]].roles}
+        kinds, signature = atom_kinds(analysis), analysis.signatures[self.query.ops[0]]
 
         def role_text(picked: str) -> str:
-            if picked in roles:
-                return f"{picked} ({kinds.get(roles[picked].atom, 'other')})"
+            role = signature.picked(picked)
+            if role is not None:
+                return f"{picked} ({kinds.get(role.atom, 'other')})"
             return "a pending sum passes through" if picked.startswith(ROWS) else CHOICE_TEXT.get(picked, picked)
 
         return ", ".join(f"{axis}: {role_text(picked)}" for axis, picked in choice.items()) or "not split"

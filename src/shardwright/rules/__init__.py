@@ -9,12 +9,13 @@ from .atoms import Atoms
 from .notation import Rule, parse
 from .random_ops import is_random
 from .registry import OpCall, find_rule, has_rule, known_targets, register
-from .role import FAN, ROWS, Choices, Role
+from .role import FAN, ROWS, STRIPED, Choices, Role, without_stripes
 from .signature import Analysis, Find, Signature, analyse
 
 __all__ = [
     "FAN",
     "ROWS",
+    "STRIPED",
     "Analysis",
     "Atoms",
     "Choices",
@@ -30,4 +31,5 @@ __all__ = [
     "known_targets",
     "parse",
     "register",
+    "without_stripes",
 ]

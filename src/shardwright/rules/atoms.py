@@ -206,8 +206,10 @@ class Atoms:
                 return outer, tuple(Block(row.outer, row.size, row.inner * inner) for row in rows)
         return None
 
-    def shard(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Shard | None:
-        """The cut that `axis` makes by taking `atom` of `dim`, after others have `taken` (atom, parts)."""
+    def shard(
+        self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = (), *, striped: bool = False
+    ) -> Shard | None:
+        """The shard that `axis` makes by taking `atom` of `dim`, after others have `taken` (atom, parts)."""
         blocks_of = self.blocks(dim, atom)
         if blocks_of is None:
             return None
@@ -228,4 +230,8 @@ class Atoms:
                 blocks = (Block(block.outer // parts, block.size, block.inner),)
             else:
                 blocks = (Block(block.outer, block.size, block.inner // parts),)
+        if striped:  # the innermost factor of the atom instead of the outermost
+            if any(block.size % axis.size for block in blocks):
+                return None
+            blocks = tuple(Block(b.outer * b.size // axis.size, axis.size, b.inner) for b in blocks)
         return make_shard(axis, blocks, repeat)

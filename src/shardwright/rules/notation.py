@@ -18,7 +18,7 @@ Parsed once, here, into `Rule`. What the labels are bound to is `signature.py`'s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -59,7 +59,8 @@ class Rule:
     """A parsed rule. `sizes` are those of labels that shapes alone don't tell.
 
     `local` names the arguments that hold the size of labels ("num_heads", or "size.2" in a list):
-    a rank gets its own size there. `probed` is a rule that was found by probing.
+    a rank gets its own size there. `probed` is a rule that was found by probing. `triangular` are labels of
+    places whose work grows along the dim (causal attention): striped shards balance it.
     """
 
     inputs: tuple[Term, ...]
@@ -70,6 +71,7 @@ class Rule:
     sizes: Mapping[str, int] = field(default_factory=dict)
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     probed: bool = False
+    triangular: frozenset[str] = frozenset()
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -81,6 +83,9 @@ class Rule:
 
     def with_local(self, local: Mapping[str, tuple[str, ...]]) -> Rule:
         return replace(self, local=local)
+
+    def with_triangular(self, labels: Iterable[str]) -> Rule:
+        return replace(self, triangular=frozenset(labels))
 
 
 _LABEL = r"\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*"

@@ -13,14 +13,22 @@ FAN = "fan"
 ROWS = "partial:"
 """Prefix of the choice that lets a partial sum through a group of linear inputs ("partial:1")."""
 
+STRIPED = "striped:"
+"""Prefix of a role whose triangular atoms are sharded in stripes: rank r of n has the places r, r + n, r + 2n, ..."""
+
 Choices = Mapping[str, Mapping[str, str]]
 """For each op, on which axis it is split on which role."""
 
 Picked = tuple[tuple[str, int, str], ...]
 """The axes of a choice: name, size, role."""
 
-Place = Placement | tuple[int, int]
-"""What a role does to a tensor: it cuts a dim at an atom, or the tensor is placed otherwise on the axis."""
+Place = Placement | tuple[int, int, bool]
+"""What a role does to a tensor: it shards a dim at an atom, in stripes or not, or gives it a state on the axis."""
+
+
+def without_stripes(choice: str) -> str:
+    """A choice, whether its shards are striped or contiguous."""
+    return choice.removeprefix(STRIPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class Role:
     label: str
     atom: int
     size: int
+    striped: bool = False
 
     def fills(self, parts: int) -> bool:
         """Whether every part gets something: not every kernel can work on nothing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from .atoms import Atoms, Dim
 from .notation import Rule, Term
 from .random_ops import constants_of, is_random
 from .registry import OpCall, find_rule
-from .role import FAN, ROWS, Picked, Place, Role
+from .role import FAN, ROWS, STRIPED, Picked, Place, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,33 @@ class Signature:
         return together
 
     def role(self, name: str) -> Role:
-        for role in self.roles:
-            if role.name == name:
-                return role
+        role = self.picked(name)
+        if role is not None:
+            return role
         known = ", ".join(role.name for role in self.roles) or "none"
         raise PlanError(f"{self.op} can't be split on {name!r}; it can be split on: {known}")
+
+    def picked(self, name: str | None) -> Role | None:
+        """The role that a choice names; None if it does not split the op."""
+        plain = (name or "").removeprefix(STRIPED)
+        role = next((role for role in self.roles if role.name == plain), None)
+        return role if role is None or plain == name else replace(role, name=f"{STRIPED}{plain}", striped=True)
+
+    def is_split_by(self, algorithm: str, role: Role) -> bool:
+        """Whether an algorithm of this name does the split of a role."""
+        known = self.rule.algorithms.get(role.label) if self.rule else None
+        return known is not None and known.name == algorithm
+
+    def is_triangular(self, role: Role) -> bool:
+        """Whether a role splits places whose work grows along the dim."""
+        return bool({role.atom, self.beside(role.label)} & self.analysis.triangular)
+
+    def striped(self, role: Role, parts: int) -> Role:
+        """The role in stripes, if it splits such places, and evenly."""
+        atoms = self.analysis.triangular & {role.atom, self.beside(role.label)}
+        if not atoms or any(self.analysis.atoms.size[atom] % parts for atom in atoms):
+            return role
+        return self.role(f"{STRIPED}{role.name.removeprefix(STRIPED)}")
 
     def role_of(self, atom: int) -> Role | None:
         """The first role that takes an atom."""
@@ -164,9 +186,9 @@ class Signature:
             if not isinstance(place, tuple):
                 rest[name] = place
                 continue
-            at, atom = place
+            at, atom, striped = place
             dim = self.analysis.dims[bound.value][at]
-            shard = self.analysis.atoms.shard(dim, atom, Axis(name=name, size=size), taken[at])
+            shard = self.analysis.atoms.shard(dim, atom, Axis(name=name, size=size), taken[at], striped=striped)
             if shard is None:
                 raise PlanError(
                     f"{self.op}: {name}={size} can't take {role} of {bound.value}, dim {at} of size "
@@ -193,7 +215,7 @@ class Signature:
             if at is None and (other := self._beside_label(role.label)) is not None:
                 at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
             if at is not None:
-                return at, atom
+                return at, atom, role.striped and atom in self.analysis.triangular
             placement = self._absent(bound, role, is_input)
         return placement if placement != REPLICATE or self.analysis.graph.values[bound.value].gradient else INVARIANT
 
@@ -234,6 +256,12 @@ class Analysis:
     def batch(self) -> frozenset[int]:
         """The atom that data parallelism splits: the outermost factor of the batch dim."""
         return frozenset(self.atoms.expand(self.batch_dim)[:1])
+
+    @cached_property
+    def triangular(self) -> frozenset[int]:
+        """The atoms of places whose work grows along the dim: the sequences of causal attention."""
+        ordered = [s.labels[label] for s in self.signatures.values() if s.rule for label in s.rule.triangular]
+        return frozenset(atom for dim in ordered for atom in self.atoms.splittable(dim))
 
     def is_constant(self, op: Op) -> bool:
         """Whether an op is run once, whole, when the program is loaded."""

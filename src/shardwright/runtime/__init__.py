@@ -10,6 +10,7 @@ from shardwright.control_flow import cond, scan, while_loop
 from shardwright.storage import ParameterSpec
 
 from .algorithms.chunked_losses import linear_cross_entropy, logsumexp
+from .algorithms.context_attention import context_attention
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
 from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
 from .algorithms.lookup import embedding_rows
@@ -39,6 +40,7 @@ __all__ = [
     "begin_count",
     "comm",
     "cond",
+    "context_attention",
     "count_labels",
     "cross_entropy",
     "custom_algorithm",

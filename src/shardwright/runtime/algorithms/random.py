@@ -112,11 +112,16 @@ class Randomness:
         op: str,
         splits: Splits = (),
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` with dropout; `splits` are those of the weights [.., query, key]."""
+        """`F.scaled_dot_product_attention` with dropout; `splits` are those of the weights [.., query, key].
+
+        Queries may be sharded, by any rows; keys are all there.
+        """
         if dropout_p == 0.0:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        if is_causal:
+            attn_mask = _positions(query, splits)[:, None] >= torch.arange(key.shape[-2], device=key.device)
         weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         if enable_gqa:
             value = _repeat_heads(value, query)
@@ -144,14 +149,22 @@ def _global_shape(shape: Sequence[int], splits: Splits) -> list[int]:
     return global_shape
 
 
+def _positions(query: Tensor, splits: Splits) -> Tensor:
+    """Where in the sequence the queries of this rank are."""
+    rows = [(dim, group, sharding) for dim, group, sharding in splits if dim % query.ndim == query.ndim - 2]
+    count = _global_shape(query.shape, [(query.ndim - 2, group, sharding) for _, group, sharding in rows])[-2]
+    at = torch.arange(count, device=query.device)
+    for _, group, sharding in rows:
+        at = blocks.shard(at, 0, sharding or blocks.plain(len(at)), group.size, group.index)
+    return at
+
+
 def _attention_weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Tensor:
     if enable_gqa:
         key = _repeat_heads(key, query)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
     if attn_mask is None or is_causal:

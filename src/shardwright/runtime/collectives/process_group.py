@@ -90,6 +90,34 @@ def all_to_all(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Pendi
     return dist.all_to_all_single(out, x, group=group, async_op=True) or DONE
 
 
+def shift(out: Tensor, x: Tensor, by: int, group: dist.ProcessGroup | None) -> PendingWork:
+    """Send the flat `x` to the rank `by` places on, and fill the flat `out` with what the rank as far back sends."""
+    shared = _shared_group(x, group)
+    if shared is not None:
+        source = (shared.index - by) % len(shared.ranks)
+        return shared.post(x.detach().view(1, -1), out.detach().view(1, -1), None, source) if x.numel() else DONE
+    ranks, index = dist.get_process_group_ranks(group), dist.get_rank(group)
+    target, source = (ranks[(index + way) % len(ranks)] for way in (by, -by))
+    if dist.get_backend(group) == "threaded":  # ranks that are threads have no messages
+        every = x.new_empty(len(ranks), x.numel())
+        dist.all_gather_single(every.view(-1), x, group=group)
+        out.copy_(every[ranks.index(source)])
+        return DONE
+    messages = [dist.P2POp(dist.isend, x, target, group), dist.P2POp(dist.irecv, out, source, group)]
+    return _All(dist.batch_isend_irecv(messages), x)
+
+
+class _All:
+    """Several messages; what they send is kept until they are done."""
+
+    def __init__(self, works: list[dist.Work], sent: Tensor) -> None:
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 def _per_rank(x: Tensor, shared: SharedMemoryGroup) -> Tensor:
     return x.detach().view(len(shared.ranks), -1)
 

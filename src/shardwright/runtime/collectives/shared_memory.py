@@ -4,6 +4,7 @@ A rank posts its value, waits until all ranks have posted theirs, and reads what
 
     the sum of all values            all_reduce        the sum of what was posted for me    reduce_scatter
     all values                       all_gather        what was posted for me               all_to_all
+    the value of one rank            shift
 
 Each rank writes into a ring buffer of its own. All ranks make the same calls with the same sizes in one order, so
 that each knows where in the others' rings a call is, and only flags are exchanged besides the data:
@@ -87,16 +88,17 @@ class SharedMemoryGroup:
     def __del__(self) -> None:
         os.close(self._file)
 
-    def post(self, value: Tensor, out: Tensor, op: Reduction | None) -> PostedCall:
+    def post(self, value: Tensor, out: Tensor, op: Reduction | None, source: int | None = None) -> PostedCall:
         """Post a value of shape [1, n], or [ranks, n] if each rank gets one row of it.
 
-        `out` is [1, n] for a reduction with `op`, and else [ranks, n]; it may share the memory of `value`.
+        `out` is [1, n] for a reduction with `op` or the value of one rank, `source`, and else [ranks, n]; it may share
+        the memory of `value`.
         """
         with self.lock, _hidden_from_autograd():
             if self._broken:
                 self._break(self._broken)
             self._calls += 1
-            call = PostedCall(self, self._calls, value, out, op)
+            call = PostedCall(self, self._calls, value, out, op, source)
             call.at = self._place(call.size)
             self._unread.append(call)
             if call.stepped:
@@ -197,10 +199,16 @@ class PostedCall:
     """One call of one rank: the value that it posts, and where the result goes."""
 
     def __init__(
-        self, memory: SharedMemoryGroup, number: int, value: Tensor, out: Tensor, op: Reduction | None
+        self,
+        memory: SharedMemoryGroup,
+        number: int,
+        value: Tensor,
+        out: Tensor,
+        op: Reduction | None,
+        source: int | None = None,
     ) -> None:
         self._memory, self.number = memory, number
-        self._value, self._out, self._op = value, out, op
+        self._value, self._out, self._op, self._source = value, out, op, source
         self._count, self._length = value.shape
         bytes_each = self._count * value.element_size()
         self._width = min(self._length, CHUNK // bytes_each)  # columns of a chunk
@@ -211,7 +219,8 @@ class PostedCall:
         self._shared = shared and self._width * bytes_each >= SHARED
         self.stepped = self._shared or self.chunks > DEPTH
         kinds = (None, "sum", "max", "min")
-        self.what = self._length * bytes_each << 8 | kinds.index(op) << 1 | (self._count > 1)
+        kind = (source is not None) << 3 | kinds.index(op) << 1 | (self._count > 1)
+        self.what = self._length * bytes_each << 8 | kind
         self.at = 0
         self._sent, self._summed, self._seen = 0, 0, 0
 
@@ -286,7 +295,9 @@ class PostedCall:
     def _take(self, chunk: int) -> None:
         start, stop = self._span(chunk)
         values = self._values_of(chunk)
-        if self._op is None:
+        if self._source is not None:
+            self._out[0, start:stop].copy_(values[self._source])
+        elif self._op is None:
             for value, out in zip(values, self._out, strict=True):
                 out[start:stop].copy_(value)
         elif self._shared:
