@@ -19,7 +19,7 @@ from tests.runtime.ranks import run_ranks
 from tests.verified import referred, verified
 
 CLASSES, WIDTH, LENGTH, BATCH = 66, 16, 6, 8
-PLANS = ("single", "dp=2", "tp=2", "sp=2", "zero3=2", "dp=2,tp=2", "pp=2")
+PLANS = ("single", "dp=2", "tp=2", "sp=2", "cp=2", "zero3=2", "dp=2,tp=2", "pp=2")
 
 
 @lru_cache(maxsize=2)
