@@ -77,6 +77,9 @@ class Explanation:
             paths = ", ".join(path for segment in segments for path in in_ranges(segment.folded_recompute()))
             if paths:
                 yield Text(f"recomputed in backward ({entry}): {paths}")
+            losses = [f"{name} {count}" for segment in segments for name, count in segment.chunked_loss.items()]
+            if losses:
+                yield Text(f"chunks of logits ({entry}): {', '.join(losses)}")
 
     def _splits(self) -> Table:
         """Without a program the labels of the ops' rules; with one, the layouts of their outputs."""
