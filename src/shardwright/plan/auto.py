@@ -189,7 +189,7 @@ class _MeshSearch:
             results[at] = self._fit(results[at])
             best = self.best.time if self.best is not None else math.inf
             self.options.report(f"solved {results[at].candidate}", best)
-        if self.best is None:
+        if self.best is None and self.options.upper == math.inf:
             self._fit_beyond(results, order)
         if self.best is None:
             raise NothingFits(lambda: self._nothing_fits(results))
@@ -198,7 +198,8 @@ class _MeshSearch:
     @property
     def upper(self) -> float:
         """The time that another mesh must beat to be tried."""
-        return self.best.time * (1 - self.options.slack) if self.best is not None else math.inf
+        best = self.best.time * (1 - self.options.slack) if self.best is not None else math.inf
+        return min(best, self.options.upper)
 
     def _fit(self, result: MeshResult, attempts: int = ATTEMPTS) -> MeshResult:
         """Solve a mesh until its memory simulation fits, too; remember it if it is the best."""

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...cluster import Cluster
-from ...cost import TrainingSetup
+from ...cost import TrainingSetup, local_call
+from ...cost.time import op_time
 from ...errors import PlanError
 from ...ir import Graph
 from ...lower.chunked_loss import faults_of_losses
 from ...rules import Analysis
+from ..chunking import heads_of
 from ..clash import with_memory
 from ..limits import Limits, bind
+from ..op_kinds import ALONE
 from ..search_options import SearchOptions
 from .planner import JointResult, find_plan
 
 WORTH = 0.01
 """The share of a device's memory that logits must have, spread over all devices, for chunks to be tried."""
+
+GAIN = 0.05
+"""How much faster a plan must be able to get for the search to be done again."""
 
 COPIES = 3
 """Tensors of the size of logits that a step has at once: themselves, what backward saves, and their gradient."""
@@ -42,17 +49,18 @@ def find_best_plan(
         result = find_plan(analysis, cluster, training, options, size=size)
     except PlanError as error:
         fault = error
-    if losses and (result is None or _is_limited(result, options)):
+    if losses and (result is None or _may_gain(result, losses, analysis, cluster)):
         left = options.seconds - (time.monotonic() - began)
-        chunked = replace(options, chunked=losses, seconds=max(left, 0.0))
+        upper = math.inf if result is None else result.seconds * (1.0 - options.slack)
+        chunked = replace(options, chunked=losses, seconds=max(left, 0.0), upper=upper)
         try:
             other = find_plan(analysis, cluster, training, chunked, size=size)
         except PlanError:
             other = None
-        faster = result is None or (other is not None and other.seconds < result.seconds * (1.0 - options.slack))
-        if other is not None and faster and any(stage.chunked_loss for stage in other.plan.segments):
+        if other is not None and other.seconds < upper and any(stage.chunked_loss for stage in other.plan.segments):
             note = f"the search: {_why(result, other)}"
-            return replace(other, plan=replace(other.plan, notes=(*other.plan.notes, note)))
+            flat = other.flat or (result.flat if result is not None else None)  # which may be slower, and fits
+            return replace(other, flat=flat, plan=replace(other.plan, notes=(*other.plan.notes, note)))
     if result is None:
         assert fault is not None
         raise fault
@@ -72,12 +80,20 @@ def _worth_trying(graph: Graph, limits: Limits, training: TrainingSetup, size: i
     return tuple(names)
 
 
-def _is_limited(result: JointResult, options: SearchOptions) -> bool:
-    """Whether a plan would be faster if there were more memory, as far as is known."""
-    if result.pipeline is not None or result.flat is None:
+def _may_gain(result: JointResult, losses: Sequence[str], analysis: Analysis, cluster: Cluster) -> bool:
+    """Whether a plan would be `GAIN` faster if memory were no limit and the logits were made twice, as far as is known.
+
+    The flat search has a bound without the limit for each of its meshes; the matmul again is shared by all devices.
+    """
+    if result.flat is None:
         return True
     unlimited = min((mesh.bound for mesh in result.flat.meshes), default=math.inf)
-    return result.seconds > unlimited * (1.0 + max(options.aim, options.slack))
+    device, training = cluster.device(0), result.flat.best.tables.training
+    heads = heads_of(analysis.graph, dict.fromkeys(losses)).values()
+    matmuls = [analysis.signatures[head.linear.name] for head in heads]
+    again = sum(op_time(local_call(matmul, {}, ALONE, training), device).forward for matmul in matmuls)
+    size = result.flat.plan.size
+    return result.seconds > (unlimited + again / size) * (1.0 + GAIN)
 
 
 def _why(result: JointResult | None, other: JointResult) -> str:

@@ -256,7 +256,7 @@ def find_plan(
         stopped = options.stop is not None and options.stop()
         return stopped or time.monotonic() - began > options.seconds
 
-    upper = math.inf if flat is None else flat.best.time
+    upper = options.upper if flat is None else flat.best.time
     setup = PipelineSetup(
         analysis=analysis,
         cluster=cluster,
