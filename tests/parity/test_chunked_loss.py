@@ -36,6 +36,24 @@ def test_models_compute_the_same(name: str, plan: str) -> None:
     assert report, report
 
 
+@pytest.mark.parametrize("plan", ["pp=2,zb", "pp=2,dp=2", "zero3=2,recompute", "zero2=2,tp=2"])
+def test_schedules_and_recomputed_layers_go_with_it(plan: str) -> None:
+    report = verified(zoo_reference("gpt_ignore"), f"{plan},chunked_loss=2")
+
+    assert report, report
+
+
+@pytest.mark.parametrize(("precision", "plan"), [("bf16-mixed", "tp=2"), ("bf16", "dp=2"), ("fp16-mixed", "dp=2")])
+def test_narrow_dtypes_are_as_close_as_without_it(precision: str, plan: str) -> None:
+    case = ZOO["gpt_ignore"](dtype=torch.float32)
+    report = sw.verify(
+        case.module, f"{plan},chunked_loss=5", example=(case.args, case.kwargs), precision=precision,
+        method="threads", steps=2,
+    )  # fmt: skip
+
+    assert report, report
+
+
 class Head(nn.Module):
     """An embedding, a norm and a head, with the loss as `kind` writes it."""
 
