@@ -38,6 +38,9 @@ mutants: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.faults
 
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy

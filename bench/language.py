@@ -7,12 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Scores(nn.Module):
+    """Attention with all scores made, as everybody did before it was fused.
+
+    Megatron's softmax scales and masks in one kernel; what is computed is of no matter here.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
+
+
 class Attention(nn.Module):
-    """Causal: fused (flash attention), or with all scores made, as everybody did before."""
+    """Causal: fused (flash attention), or with all scores made."""
 
     def __init__(self, d: int, heads: int, kv_heads: int, bias: bool, fused: bool) -> None:
         super().__init__()
-        self.fused = fused
+        self.scores = None if fused else Scores()
         self.heads, self.kv_heads, self.head = heads, kv_heads, d // heads
         self.qkv = nn.Linear(d, (heads + 2 * kv_heads) * self.head, bias=bias)
         self.proj = nn.Linear(d, d, bias=bias)
@@ -26,10 +36,10 @@ class Attention(nn.Module):
         v = v.view(B, S, self.kv_heads, self.head).transpose(1, 2)
         if turns is not None:
             q, k = rotate(q, turns), rotate(k, turns)
-        if self.fused:
+        if self.scores is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
-        else:  # Megatron's softmax scales and masks in one kernel; what it computes is of no matter here
-            y = F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
+        else:
+            y = self.scores(q, k, v)
         return self.proj(y.transpose(1, 2).reshape(B, S, D))
 
 

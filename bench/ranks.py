@@ -41,9 +41,10 @@ def builder(name: str) -> Callable[[Workload], Contender]:
     }
     if name in known:
         return known[name]
+    from .attention import CONTIGUOUS, contiguous_ring
     from .ours import ours, silent_tp
 
-    return silent_tp if name == "silent" else ours(name)
+    return {"silent": silent_tp, CONTIGUOUS: contiguous_ring}.get(name) or ours(name)
 
 
 def run(heat: Heat) -> Times:

@@ -1,5 +1,6 @@
-"""A text file as characters, and random batches of it that are the same on every rank."""
+"""A text file as characters: random batches of it that are the same on every rank, and its passages as documents."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,16 @@ DATA = Path(__file__).parent / "data" / "paradise_lost.txt"
 
 class Characters:
     def __init__(self, path: Path) -> None:
-        text = path.read_text(encoding="ascii")
-        self.alphabet = "".join(sorted(set(text)))
-        self.tokens = torch.tensor([self.alphabet.index(c) for c in text])
+        self.text = path.read_text(encoding="ascii")
+        self.alphabet = "".join(sorted(set(self.text)))
+        self.tokens = self.encode(self.text)
+
+    def encode(self, text: str) -> Tensor:
+        return torch.tensor([self.alphabet.index(c) for c in text])
+
+    def passages(self) -> list[str]:
+        """The text as documents of unequal lengths: each ends where a sentence ends with its line."""
+        return [passage for passage in re.split(r"(?<=[.?!;])\n", self.text) if len(passage) > 1]
 
     def batches(self, *, batch: int, seq: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Without end: inputs and targets, both [batch, seq], the targets one character ahead."""

@@ -36,6 +36,9 @@ Reduction = Literal["sum", "max", "min"]
 MB = "mb"
 """The axis in time: the coordinate on it is the number of the microbatch that runs."""
 
+MOST_DEVICES = 2**17
+"""Of a mesh or a cluster: more than any has, and few enough to list them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
@@ -62,6 +65,9 @@ class Mesh:
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names):
             raise LayoutError(f"axis names repeat: {', '.join(names)}")
+        count = math.prod(axis.size for axis in self.axes if axis.name != MB)
+        if count > MOST_DEVICES:  # before they are listed
+            raise LayoutError(f"mesh {self} has {count} devices; a mesh has at most {MOST_DEVICES}")
         if not self.devices:
             object.__setattr__(self, "devices", tuple(range(self.size)))
         if len(self.devices) != self.size or len(set(self.devices)) != self.size:

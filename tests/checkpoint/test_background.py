@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_is_one_on_all_and_loses_nothing(pools, tmp_path):
     for seen, step, names in pools[2].run(failing, str(tmp_path), timeout=120):
         assert len(seen) == 2
         assert all("rank-00001.safetensors" in said and "No space left" in said for said in seen)
-        assert (step, names) == (1, ["latest", "step-000001"])
+        assert (step, names) == (1, [".lock", "latest", "step-000001"])
 
 
 def test_an_error_surfaces_once_at_the_next_call(tmp_path):

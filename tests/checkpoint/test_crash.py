@@ -173,7 +173,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, after, background):
         patch.setattr(disk.AtomicFile, "write", full)
         with pytest.raises(CheckpointError, match=r"step-000002 could not be saved: No space left on device"):
             folder.save(2, *marked(2), background=background).wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step-000001"]
     assert step_of(latest_in(tmp_path))[0] == 1
     folder.save(2, *marked(2))
     assert step_of(latest_in(tmp_path))[0] == 2

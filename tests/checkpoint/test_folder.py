@@ -13,7 +13,7 @@ from .little import little
 
 
 def names(folder):
-    return sorted(path.name for path in folder.path.iterdir())
+    return sorted(path.name for path in folder.path.glob("[!.]*"))
 
 
 def fill(folder, values):

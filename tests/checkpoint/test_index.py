@@ -112,7 +112,7 @@ def test_a_box_lies_in_its_file(tmp_path, start, fine):
     if fine:
         assert read_index(tmp_path).files == {"a"}
     else:
-        with pytest.raises(CheckpointError, match="truncated"):
+        with pytest.raises(CheckpointError, match="truncated" if start > 0 else "start should be"):
             read_index(tmp_path)
 
 
@@ -159,9 +159,9 @@ def test_a_folder_of_one_file_is_that_file_and_a_folder_without_one_is_refused(t
 @pytest.mark.parametrize(
     ("weight_map", "fault"),
     [
-        ({"table": "../one.safetensors"}, "outside of its folder"),
+        ({"table": "../one.safetensors"}, "the name of a file in its folder"),
         ({"table": "one.safetensors", "other": "three.safetensors"}, "incomplete: three.safetensors is missing"),
-        ([], "is damaged"),
+        ([], "weight_map should be an object"),
     ],
 )
 def test_an_index_that_names_what_is_not_there_is_refused(tmp_path, weight_map, fault):

@@ -1,10 +1,12 @@
 """Which links the axes of a mesh cross."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.cluster import Cluster, parse
+from shardwright.cluster import USUAL_OVERLAP, Cluster, parse
 from shardwright.cluster.catalogue import DEVICES, LINKS, network
 from shardwright.cluster.cluster import Node, NodeGroup, rank_groups
 from shardwright.errors import ClusterError, LayoutError
@@ -109,3 +111,27 @@ def test_rank_groups_are_those_of_the_mesh(data):
     chosen = data.draw(st.sets(st.sampled_from(grid.names)))
     ours = {frozenset(ranks) for ranks in rank_groups(grid, chosen)}
     assert ours == {frozenset(ranks) for ranks in grid.groups(chosen)}
+
+
+# -- what a collective takes from the kernels beside it
+
+
+def test_kernels_keep_the_processors_that_a_collective_does_not_take():
+    assert parse("8xH100").overlap == pytest.approx(1 - 24 / 132)
+    assert parse("8xH100+8xA100-80GB").overlap == parse("8xA100-80GB").overlap == pytest.approx(1 - 24 / 108)
+    assert parse("cpu:4").overlap == USUAL_OVERLAP
+
+
+def test_a_fast_link_takes_more_of_the_memory_than_a_slow_one():
+    fast, slow = parse("2x8xH100"), parse("2x8xH100@ethernet-100")
+    everyone = mesh(dp=16)
+    shares = [cluster.memory_share(*cluster.spans(everyone, ["dp"]), cluster.device(0)) for cluster in (fast, slow)]
+    assert 0.25 < shares[0] < 0.35
+    assert 0 < shares[1] < 0.02
+
+
+def test_overlap_that_was_measured_has_the_memory_in_it():
+    cluster = replace(parse("8xH100"), overlap=0.5)
+    (span,) = cluster.spans(mesh(dp=8), ["dp"])
+    assert cluster.memory_share(span, cluster.device(0)) == 0.0
+    assert parse("cpu:4").memory_share(parse("cpu:4").span(range(4)), DEVICES["cpu"]) == 0.0

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.cluster import KINDS, Curve, Device, Efficiency
-from shardwright.cluster.catalogue import DEVICES
+from shardwright.cluster import KINDS, AttentionPrice, Curve, Device, Efficiency
+from shardwright.cluster.catalogue import DEVICES, FLASH_2, FLASH_3
 from shardwright.errors import ClusterError
 
 FLAT = tuple(Efficiency(kind=kind, curve=Curve(((1.0, 0.5),))) for kind in KINDS)
@@ -95,3 +95,47 @@ def test_a_device_that_makes_no_sense_is_refused(changed, words):
     analysis = {"name": "d", "flops": (("float32", 1.0),), "memory": 1, "bandwidth": 1.0, "efficiency": FLAT}
     with pytest.raises(ClusterError, match=words):
         Device(**(analysis | changed))
+
+
+# -- attention
+
+
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+# TFLOP/s on an H100, heads of 128: figures 5 and 6 of the paper of flash attention 3 (arXiv 2407.08608)
+PUBLISHED = [
+    (FLASH_2, "full", 370, (309, 350, 362, 368, 370, 370)),
+    (FLASH_2, "causal", 370, (191, 260, 298, 319, 333, 335)),
+    (FLASH_2, "backward", 370, (214, 260, 291, 310, 318, 322)),
+    (FLASH_3, "full", 648, (467, 565, 625, 638, 646, 648)),
+    (FLASH_3, "causal", 648, (292, 423, 521, 579, 602, 616)),
+    (FLASH_3, "backward", 648, (316, 424, 501, 542, 559, 561)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "which", "best", "published"), PUBLISHED)
+def test_kernels_have_the_rates_that_were_published(kernel: AttentionPrice, which, best, published):
+    """They count the scores that a mask leaves, and 2.5 times the flops of forward for backward."""
+    for keys, rate in zip(TOKENS, published, strict=True):
+        needed, edges = (0.5, 1) if which == "causal" else (1.0, 0)
+        work = kernel.forward_work(1.0, keys, seen=needed, edges=edges)
+        if which == "backward":
+            needed, work = 2.5, work * kernel.backward_part(keys)
+        assert best * needed / work == pytest.approx(rate, rel=0.08)
+
+
+def test_a_mask_costs_the_kernel_that_takes_none():
+    assert FLASH_3.forward_work(1.0, 8192, mask=True) == FLASH_3.masked * FLASH_3.forward_work(1.0, 8192)
+
+
+@given(st.sampled_from([FLASH_2, FLASH_3, AttentionPrice()]), st.floats(1, 1e6))
+def test_a_causal_attention_is_never_more_than_its_tiles_slower(kernel, keys):
+    full, causal = kernel.forward_work(1.0, keys), kernel.forward_work(1.0, keys, seen=0.5, edges=1)
+    assert causal <= full / kernel.causal
+    assert causal >= 0.5 * full / kernel.causal
+
+
+@pytest.mark.parametrize("fault", [{"short": -1.0}, {"causal": 0.0}, {"backward": float("inf")}, {"masked": -1.0}])
+def test_a_kernel_that_makes_no_sense_is_refused(fault):
+    with pytest.raises(ClusterError, match=f"attention_kernel.{next(iter(fault))}"):
+        AttentionPrice(**fault)

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from shardwright.cluster import (
     COLLECTIVES,
     KINDS,
+    AttentionPrice,
     Cluster,
     Curve,
     Device,
@@ -39,7 +41,11 @@ def devices(draw, name):
             efficiency.append(Efficiency(kind=kind, dtype=dtype, curve=draw(curves)))
     flops = (("float32", draw(numbers)), ("bfloat16", draw(numbers)))
     memory = draw(st.integers(1, 2**40))
-    return Device(name=name, flops=flops, memory=memory, bandwidth=draw(numbers), efficiency=tuple(efficiency))
+    kernel = AttentionPrice(short=draw(numbers), causal=draw(parts), backward=draw(parts), masked=draw(numbers))
+    return Device(
+        name=name, flops=flops, memory=memory, bandwidth=draw(numbers), efficiency=tuple(efficiency),
+        attention=draw(st.sampled_from([AttentionPrice(), kernel])), overlap=draw(parts),
+    )  # fmt: skip
 
 
 @st.composite
@@ -58,7 +64,10 @@ def clusters(draw):
     measured = tuple(MeasuredCollective(kind=kind, ranks=(4, 2), seconds=draw(curves)) for kind in sorted(kinds))
     between = draw(st.none() | st.just(Link(name="joint", bandwidth=3e9, latency=0.0, pair=1e9)))
     text = st.text(max_size=20)
-    return Cluster(name=draw(text), groups=tuple(groups), between=between, measured=measured, about=draw(text))
+    return Cluster(
+        name=draw(text), groups=tuple(groups), between=between, measured=measured, about=draw(text),
+        overlap=draw(st.just(math.nan) | parts),
+    )  # fmt: skip
 
 
 @given(clusters())
@@ -116,7 +125,7 @@ BAD = [
     ("groups: !!python/object/apply:os.getcwd []", "is not YAML"),
     ("groups: [{device: H100}]", r"groups\[0\]: devices missing"),
     ("groups: [{device: H10, devices: 8}]", r"groups\[0\]\.device: there is no device 'H10'; did you mean H100"),
-    ("groups: [{device: H100, devices: 0}]", r"groups\[0\]\.devices: 0 is not a number of 1 or more"),
+    ("groups: [{device: H100, devices: 0}]", r"groups\[0\]\.devices: 0 is not a number from 1 to 131072"),
     ("groups: [{device: H100, devices: 8, nodes: two}]", r"groups\[0\]\.nodes: 'two'"),
     ("groups: [{device: H100, devices: 8, inside: fast}]", r"groups\[0\]\.inside: there is no link 'fast'"),
     ("groups: [{device: H100, devices: 8, network: fast}]", r"groups\[0\]\.network: there is no network 'fast'"),

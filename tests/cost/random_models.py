@@ -129,10 +129,12 @@ class RandomModel(nn.Module):
         return F.mse_loss(x, labels)
 
 
-def random_case(seed: int, **sizes: Any) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+def random_case(
+    seed: int, *, batch: int = BATCH, **sizes: Any
+) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     """A model with a batch for it."""
     torch.manual_seed(seed)
     module = RandomModel(seed, **sizes).train()
     if module.classes:
-        return module, tuple(torch.randint(VOCABULARY, (BATCH, LENGTH)) for _ in range(2)), {}
-    return module, tuple(torch.randn(BATCH, LENGTH, WIDTH) for _ in range(2)), {}
+        return module, tuple(torch.randint(VOCABULARY, (batch, LENGTH)) for _ in range(2)), {}
+    return module, tuple(torch.randn(batch, LENGTH, WIDTH) for _ in range(2)), {}

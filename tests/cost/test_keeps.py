@@ -1,5 +1,6 @@
 """The table of what autograd keeps, against what autograd keeps."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +13,10 @@ from shardwright.cost.saved_for_backward import saved_bytes
 from shardwright.layout import Axis, Mesh
 from tests.models.zoo import ZOO
 
-from .kept import analysed, predicted, saved
+from .kept import allocated, analysed, predicted, predicted_peak, saved
 
+SCALARS = 512  # bytes: counts and factors that no prediction needs
+LOW, HIGH = 0.02, 2.0  # below what is allocated, and above it in sizes of its largest tensor
 LABELS = torch.zeros(64, dtype=torch.long)
 PICKED = torch.zeros(5, dtype=torch.long)
 
@@ -81,6 +84,31 @@ OPS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         ((2, 4, 64, 16), (2, 2, 64, 16), (2, 2, 64, 16)),
     ),
     "attention, dropped": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.1), ((2, 4, 64, 16),) * 3),
+    "abs": (lambda x: x.abs(), ((64, 32),)),
+    "square": (lambda x: x.square(), ((64, 32),)),
+    "log": (lambda x: x.square().log(), ((64, 32),)),
+    "cos": (lambda x: x.cos(), ((64, 32),)),
+    "erf": (lambda x: x.erf(), ((64, 32),)),
+    "asin": (lambda x: (x * 0.1).asin(), ((64, 32),)),
+    "reciprocal": (lambda x: x.reciprocal(), ((64, 32),)),
+    "pow of two tensors": (lambda x, y: x.square() ** y, ((64, 32), (64, 32))),
+    "sub": (lambda x, y: x - y, ((64, 32), (64, 32))),
+    "sub from itself": (lambda x: x - x, ((64, 32),)),
+    "maximum": (lambda x, y: torch.maximum(x, y), ((64, 32), (64, 32))),
+    "div by a column": (lambda x, y: x / y, ((64, 32), (64, 1))),
+    "outer": (lambda x, y: torch.outer(x, y), ((64,), (64,))),
+    "norm": (lambda x: x.norm(dim=-1), ((64, 32),)),
+    "cumsum": (lambda x: x.cumsum(0), ((64, 32),)),
+    "largest of all": (lambda x: x.max(), ((64, 32),)),
+    "conv1d of a transposed value": (lambda x, w: F.conv1d(x.transpose(1, 2), w), ((8, 64, 32), (32, 32, 3))),
+    "conv2d, 3 channels": (lambda x, w: F.conv2d(x, w, padding=1), ((8, 3, 32, 32), (64, 3, 3, 3))),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), ((4, 16, 16, 16), (16, 16, 2, 2))),
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2), ((4, 8, 256),)),
+    "instance_norm": (lambda x: F.instance_norm(x), ((4, 8, 16, 16),)),
+    "smooth_l1_loss": (lambda x, y: F.smooth_l1_loss(x, y), ((64, 32), (64, 32))),
+    "huber_loss": (lambda x, y: F.huber_loss(x, y), ((64, 32), (64, 32))),
+    "l1_loss": (lambda x, y: F.l1_loss(x, y), ((64, 32), (64, 32))),
+    "sum of a mean and a value": (lambda x: x.mean() + (x * 2.0).square(), ((64, 32),)),
     "reshape that views": (lambda x: x.view(4, 16, 32).reshape(64, 32).exp(), ((64, 32),)),
     "reshape that copies": (lambda x: F.gelu(x.t().reshape(64, 32)), ((64, 32),)),
 }
@@ -103,6 +131,32 @@ class Of(nn.Module):
 def test_an_op_keeps_what_the_table_says(name, tmp_path):
     module, args = Of(name), (torch.zeros(4),)
     assert predicted(module, args, {}) == pytest.approx(saved(module, args, {}, tmp_path), abs=64)
+
+
+class Expanded(nn.Module):
+    """An op on values whose gradients are summed at once, so that nothing but the op is at the peak."""
+
+    def __init__(self, name: str, dense: bool) -> None:
+        super().__init__()
+        self.name, self.dense = name, dense
+        self.weights = nn.ParameterList(torch.rand((1,) * len(shape)) for shape in OPS[name][1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        call, shapes = OPS[self.name]
+        result = call(*(-weight.expand(shape) for weight, shape in zip(self.weights, shapes, strict=True)))
+        return (-result if self.dense else result).sum() + x.sum()
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["", "gradient of a sum"])
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_needs_what_its_definition_says(name, dense):
+    """The peaks of forward and backward against what torch allocates: none is lower, and none much higher."""
+    case = Expanded(name, dense), (torch.zeros(4),), {}
+    peak, truth = predicted_peak(*case), allocated(case)
+    call, shapes = OPS[name]
+    unit = 4 * max(*map(math.prod, shapes), call(*map(torch.rand, shapes)).numel())
+    for predicted_bytes, real in ((peak.forward, truth.forward), (peak.backward, truth.backward)):
+        assert -LOW * real - SCALARS < predicted_bytes - real < HIGH * unit, (predicted_bytes / unit, real / unit)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_mean_over_split_rows_sends_a_count():
 def test_batch_norm_over_split_rows():
     def run(rank, group):
         x, weight, bias = torch.randn(4, 7, 3).requires_grad_(), torch.ones(7), torch.zeros(7)
-        return runtime.batch_norm(x, weight, bias, torch.zeros(7), torch.ones(7), True, 0.1, 1e-5, group)[0]
+        return runtime.batch_norm(x, weight, bias, torch.zeros(7), torch.ones(7), 0.1, 1e-5, group)[0]
 
     by_op = signatures(nn.BatchNorm1d(7), torch.zeros(8, 7, 3, requires_grad=True))
     (signature,) = (candidate for target, candidate in by_op.items() if "batch_norm" in target)

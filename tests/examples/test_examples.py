@@ -1,5 +1,6 @@
 """The examples run on two ranks, and do what they say."""
 
+import csv
 import importlib
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.lightning.modules import quiet
 
@@ -111,3 +113,88 @@ def test_a_script_starts_its_processes(tmp_path, command, said):
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert said in found.stdout
+
+
+NANOGPT = [
+    "--layers", "2", "--heads", "2", "--width", "16", "--block-size", "16", "--batch", "4", "--steps", "6",
+    "--warmup", "2", "--decay-steps", "5", "--eval-every", "2", "--eval-batches", "2",
+]  # fmt: skip
+
+
+def test_nanogpt_under_a_plan_and_resumed_under_another(pools, tmp_path):
+    def argv(name, *options):
+        return [*NANOGPT, "--out", str(tmp_path / name), "--code", str(tmp_path / "code"), *options]
+
+    alone = run_example(0, "nanogpt", argv("alone", "--plan", "single"))
+    assert sorted(alone) == list(range(6))
+    first = pools[2].run(run_example, "nanogpt", argv("run", "--plan", "dp=2", "--steps", "4"), timeout=200)
+    more = pools[2].run(run_example, "nanogpt", argv("run", "--plan", "zero3=2", "--resume"), timeout=200)
+    assert [sorted(losses) for losses in (first[0], more[0])] == [[0, 1, 2, 3], [4, 5]]
+    for losses in ({**first[0], **more[0]}, {**first[1], **more[1]}):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_schedule_of_nanogpt(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    nanogpt = importlib.import_module("nanogpt")
+    args = nanogpt.parse(["--lr", "1.0", "--min-lr", "0.1", "--warmup", "4", "--decay-steps", "14"])
+    rates = [nanogpt.learning_rate(step, args) for step in (0, 3, 4, 9, 14, 100)]
+    assert rates == pytest.approx([0.2, 0.8, 1.0, 0.55, 0.1, 0.1])
+
+
+def demo(rank, argv):
+    """The losses of the Llama demo, by step."""
+    trainer = run_example(rank, "llama3_demo", argv)
+    rows = list(csv.DictReader((trainer.run.path / "metrics.csv").read_text().splitlines()))
+    return {name: [float(row[name]) for row in rows if row[name]] for name in ("loss", "val_loss")}
+
+
+def test_llama3_demo_on_packed_documents(pools, tmp_path):
+    small = ["--steps", "4", "--seq", "64", "--batch", "4", "--log-every", "1", "--warmup", "2"]
+    alone = demo(0, [*small, "--plan", "single", "--out", str(tmp_path / "alone")])
+    assert len(alone["loss"]) == 4
+    assert alone["loss"][-1] < alone["loss"][0]
+    for plan in ("zero3=2", "pp=2", "cp=2"):
+        options = ["--plan", plan, "--accumulate", "2", "--out", str(tmp_path / plan)]
+        losses = pools[2].run(demo, [*small, *options], timeout=200)[0]
+        assert losses["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert losses["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
+    stopped = [*small, "--steps", "2", "--plan", "dp=2", "--out", str(tmp_path / "stopped")]
+    pools[2].run(demo, stopped, timeout=200)
+    resumed = demo(0, [*small, "--plan", "single", "--resume", "last", "--out", str(tmp_path / "stopped")])
+    assert resumed["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_llama3_demo_from_a_folder(tmp_path):
+    """Weights of a folder are used; those of a config alone are made."""
+    config = LlamaConfig(
+        vocab_size=65, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "full")
+    config.save_pretrained(tmp_path / "config")
+    small = ["--plan", "single", "--steps", "1", "--seq", "32", "--batch", "2"]
+    losses = [
+        demo(0, [*small, "--model", str(tmp_path / name), "--out", str(tmp_path / f"{name}-run")])["loss"]
+        for name in ("full", "config")
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_llama3_at_128k_has_a_plan_that_fits(capsys):
+    plan = run_example(0, "llama3_128k", ["--plan-only", "--cluster", "8xH100"])
+    printed = capsys.readouterr().out
+    predicted = plan.predicted["train"]
+    assert plan.mesh.size == 8
+    assert predicted["memory"]["peak"] <= predicted["limit"]
+    assert "predicted memory" in printed
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("auto", 2), ("cp=2", 2), ("ulysses=2", 2), ("cp=2,tp=2", 4)])
+def test_llama3_at_a_long_sequence(pools, tmp_path, plan, ranks):
+    small = ["--seq", "512", "--steps", "3", "--layers", "1", "--code", str(tmp_path)]
+    alone = run_example(0, "llama3_128k", [*small, "--plan", "single"])
+    assert alone[-1] < alone[0]
+    for losses in pools[ranks].run(run_example, "llama3_128k", [*small, "--plan", plan], timeout=200):
+        assert losses == pytest.approx(alone, rel=1e-5)

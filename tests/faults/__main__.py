@@ -12,11 +12,12 @@ from tests.mutants.trial import Change, Lab, Verdict, snapshot
 from .emitter import EMITTER
 from .fault import Fault
 from .lower import LOWER
+from .packing import PACKING
 from .rules import RULES
 from .runtime import RUNTIME
 
 TREE = Path(__file__).parents[2]
-FAULTS = (*RUNTIME, *LOWER, *RULES, *EMITTER)
+FAULTS = (*RUNTIME, *LOWER, *RULES, *EMITTER, *PACKING)
 CHECK = "tests/faults/test_emitter.py::test_what_is_emitted_is_read_back"
 
 

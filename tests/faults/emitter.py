@@ -25,7 +25,12 @@ EMITTER = (
         "p.listed('tensors')}], {p.literal('dim', 0)})",
         "p.listed('tensors')}], {0 * p.literal('dim', 0)})",
     ),
-    Fault("attention is not causal", "ops/attention.py", '", is_causal=True" if', '"" if'),
+    Fault(
+        "attention is not causal",
+        "ops/attention.py",
+        '", is_causal=True" if p.literal("is_causal") else ""\n    gqa',
+        '"" if p.literal("is_causal") else ""\n    gqa',
+    ),
     Fault(
         "attention takes values for keys",
         "ops/attention.py",

@@ -11,6 +11,7 @@ MAY_IMPORT = {
     "errors": "",
     "batch_dim": "",
     "frozen_values": "",
+    "formats": "errors",
     "precision": "errors",
     "options": "errors",
     "layout": "errors",
@@ -20,13 +21,13 @@ MAY_IMPORT = {
     "ir": "errors layout",
     "storage": "errors layout",
     "rules": "errors layout storage reshard ir",
-    "cluster": "errors layout",
+    "cluster": "errors formats layout",
     "ops": "errors layout ir rules cluster",
     "capture": "errors batch_dim frozen_values precision layout control_flow ir rules ops",
     "cost": "errors layout storage reshard schedule ir rules cluster ops",
     "lower": "errors layout storage reshard ir rules ops cost",
     "memory": "errors layout storage schedule ir rules ops cost lower",
-    "plan": "errors layout storage reshard schedule ir rules cluster ops cost lower memory",
+    "plan": "errors formats layout storage reshard schedule ir rules cluster ops cost lower memory",
     "probe": "errors layout ir rules ops capture lower",
     "emit": "errors layout storage schedule ir rules ops lower",
     "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
@@ -49,25 +50,26 @@ MAY_IMPORT = {
         "errors options precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime "
         "planning compile compiled_parts verify wrapping"
     ),
-    "checkpoint": "errors runtime",
+    "checkpoint": "errors formats runtime",
     "ema": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules ops capture probe runtime verify",
-    "report": "errors layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
+    "report": "errors formats layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": (
-        "errors options cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema"
+        "errors formats options cluster cost plan precision planning compile runtime verify parallelize checkpoint "
+        "data ema"
     ),
     "lightning": "errors options plan runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
-        "errors options batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning "
-        "compile verify rehearse parallelize checkpoint report train"
+        "errors formats options batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime "
+        "planning compile verify rehearse parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset(
-    "errors batch_dim options precision layout storage reshard schedule ir rules ops cluster cost lower memory plan "
-    "emit".split()
+    "errors formats batch_dim options precision layout storage reshard schedule ir rules ops cluster cost lower memory "
+    "plan emit".split()
 )
 
 

@@ -24,6 +24,8 @@ ALLOWED = {
     "capture/building/strided_access.py": (1, REWRITING),
     "capture/masks/grouped_heads.py": (7, "heads that are repeated are read before they are"),
     "capture/masks/known_values.py": (1, "an expand takes no memory, however large it is"),
+    "capture/masks/mask_data.py": (4, REWRITING),
+    "capture/masks/packed_positions.py": (4, "finds ids that count where positions start anew"),
     "capture/masks/meanings.py": (7, "what ops make of positions"),
     "capture/masks/places.py": (1, "what ops make of positions"),
     "capture/failure.py": (2, "reads torch's error messages"),

@@ -18,14 +18,15 @@ ALLOWED = {
         18, "called by generated code, with the arguments of two functions of torch",
     ),
     "runtime/algorithms/losses.py:cross_entropy": (12, "called by generated code, with the arguments of torch"),
+    "runtime/algorithms/context_attention.py:context_attention": (14, "called by generated code, by keywords"),
+    "runtime/algorithms/attention.py:attention": (9, "called by generated code, by keywords"),
+    "runtime/algorithms/attention.py:_attention_op": (10, "the signature of an op of torch"),
+    "runtime/algorithms/context_attention.py:forward": (9, "an autograd function, all of whose tensors are arguments"),
     "runtime/algorithms/random.py:attention": (10, "called by generated code, with the arguments of torch"),
     "runtime/algorithms/attention_blocks.py:attend_backward": (10, "the kernel's arguments, and where they are"),
     "rehearse/rehearsal.py:rehearse": (9, "public: what a rehearsal can be told"),
     "verify/debug.py:trace": (9, "public: what a comparison can be told"),
     "checkpoint/saving.py:save": (9, "public: all that a training state may have"),
-    "plan/spaces.py:__init__": (9, "what the choices of an op depend on"),
-    "runtime/algorithms/norms.py:batch_norm": (9, "called by generated code, with the arguments of torch"),
-    "runtime/algorithms/norms.py:forward": (9, "an autograd function of torch's arguments"),
     "runtime/algorithms/weight_gradients.py:convolution": (9, "called by generated code, with the arguments of torch"),
 }
 

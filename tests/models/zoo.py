@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright.data import PackedDocuments, Packing, loader
+
 from . import hugging_face, nets, transformer
+from .packed_gpt import PackedGPT
 from .transformer import TransformerConfig
 
 VOCAB, SEQ, WIDTH = 64, 12, 32
 
 # These cast to float32 in their own code (norms, rotary tables, the loss): as they are, float64 parity
 # ends at about 5e-8; a float64 comparison has to promote those casts on both sides.
-CASTS_TO_FLOAT32 = frozenset({"hf_llama", "hf_gpt2", "hf_t5"})
+CASTS_TO_FLOAT32 = frozenset({"hf_llama", "hf_llama_packed", "hf_gpt2", "hf_t5"})
 
 
 class Case(NamedTuple):
@@ -54,6 +57,15 @@ def case(make: Callable[[torch.dtype, int], tuple[nn.Module, tuple[Any, ...], di
 def tokens(batch: int, vocab: int = VOCAB, seq: int = SEQ) -> tuple[Tensor, Tensor]:
     window = torch.randint(vocab, (batch, seq + 1))
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def packed(batch: int, vocab: int, *, shift_labels: bool) -> dict[str, Tensor]:
+    """Documents of unequal lengths, packed."""
+    lengths = torch.randint(2, SEQ + 1, (4 * batch,)).tolist()
+    documents = [torch.randint(vocab, (length,)) for length in lengths]
+    sequences = PackedDocuments(documents, Packing(length=SEQ, shift_labels=shift_labels, window=2))
+    batches: list[dict[str, Tensor]] = list(loader(sequences, batch, last="drop"))
+    return batches[0]
 
 
 # Plain nets.
@@ -184,6 +196,17 @@ def rotary(dtype, batch):
 def hf_llama(dtype, batch):
     idx, _ = tokens(batch)
     return hugging_face.llama(VOCAB, WIDTH), (idx,), {"labels": idx.clone(), "use_cache": False}
+
+
+@case
+def gpt_packed(dtype, batch):
+    return PackedGPT(), (), packed(batch, PackedGPT.vocabulary, shift_labels=True)
+
+
+@case
+def hf_llama_packed(dtype, batch):
+    batched = packed(batch, VOCAB, shift_labels=False)
+    return hugging_face.llama(VOCAB, WIDTH), (), {**batched, "use_cache": False}
 
 
 @case

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from shardwright.capture import CapturedGraph, capture
 from shardwright.capture.interpret import run
 from shardwright.compile import CompilerSettings, copy_to_meta
-from shardwright.errors import ShardwrightError
+from shardwright.errors import RankError, ShardwrightError
 from shardwright.ir import Graph, Op
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
@@ -37,7 +37,7 @@ from tests.ops.cases import Sample
 from tests.ops.expectations import undefined
 from tests.ops.judge import EagerFails, Run, Verdict, described, difference, mixed, run_eager
 from tests.parity.threaded import whole_gradients
-from tests.runtime.ranks import RankFailed, run_ranks
+from tests.runtime.ranks import run_ranks
 
 WAYS = (2, 3)
 
@@ -113,7 +113,7 @@ def _judge(sample: Sample, captured: CapturedGraph, wanted: Run, parts: int) -> 
             found = run_ranks(parts, rank)
         except ShardwrightError as error:
             return Verdict("refused", f"{type(error).__name__}: {error}")
-        except RankFailed as error:
+        except RankError as error:
             return Verdict("foreign", str(error))
         except Exception as error:  # whatever it is, a user would see it
             return Verdict("foreign", described(error))

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.errors import RankError
 from tests.captures import keep_captures
-from tests.runtime.ranks import RankFailed
 
 START = 120.0  # seconds that processes may take to start, on a busy machine
 GRACE = 30.0  # seconds in which other ranks may say what they saw of a failure
@@ -47,7 +47,7 @@ class Pool:
             rank, (error, text) = min(failed, key=lambda held: _is_echo(held[1][1]))
             said = f"rank {rank} of {self.size} failed:\n{text}"
             if error is None:
-                raise RankFailed(said)
+                raise RankError(said)
             error.add_note(said)
             raise error
         return [answer[1] for answer in answers]
@@ -87,7 +87,7 @@ class Pool:
         ready = self._collect(START)
         if not all(fine for fine, _ in ready):
             self.close()
-            raise RankFailed(f"the processes did not start: {ready}")
+            raise RankError(f"the processes did not start: {ready}")
 
     def _collect(self, timeout: float) -> list[tuple[bool, Any]]:
         waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._members)}

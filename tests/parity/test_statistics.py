@@ -93,6 +93,13 @@ def test_a_write_in_place_that_autograd_does_not_see(plan):
     compare(WrittenUnseen(nn.Linear(8, 8), nn.Linear(8, 4)), (torch.randn(4, 8),), plan)
 
 
+@pytest.mark.parametrize("plan", ["single", "dp=2", "tp=2", "zero3=2"])
+def test_batch_norm_without_running_statistics(plan):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4, track_running_stats=False)
+    compare(Loss(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 2, 3)), (torch.randn(4, 3, 7, 7),), plan)
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
 def test_instance_norm_with_running_statistics(plan):
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.ir import MaskStructure, Op
+from shardwright.ir import Op
+from shardwright.ops.attention import STRUCTURED
 from shardwright.parallelize import parallelize
 from shardwright.plan.request import PlanRequest
 from shardwright.verify.parity import ComparisonOptions, Reference, compare_plan, make_reference, make_task
@@ -55,6 +57,10 @@ def windowed(n: int) -> Tensor:
     return causal(n) & (torch.arange(n)[None] > torch.arange(n)[:, None] - 3)
 
 
+def prefixed(n: int) -> Tensor:
+    return causal(n) | (torch.arange(n)[None] < 3)
+
+
 def padded(n: int, keys: Tensor) -> Tensor:
     return causal(n) & keys[:, None, None, :].bool()
 
@@ -63,23 +69,35 @@ def in_documents(n: int, ids: Tensor) -> Tensor:
     return causal(n) & (ids[:, None, :, None] == ids[:, None, None, :])
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "tp=4", "dp=2,tp=2", "sp=2"])
-@pytest.mark.parametrize("make_mask", [causal, windowed])
+PRINTED = {
+    causal: "is_causal=True, enable_gqa=True)",
+    windowed: "before=2, after=0)",
+    prefixed: "after=0, prefix=3)",
+}
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "tp=2", "tp=4", "dp=2,tp=2", "sp=2", "zero3=2"])
+@pytest.mark.parametrize("make_mask", PRINTED)
 def test_masks_made_by_hand(make_mask, plan):
     torch.manual_seed(0)
     compared = compare(Block(make_mask), (torch.randn(4, 6, 8),), plan)
-    text = compared.ranks[0].text
-    assert "enable_gqa=True" in text
-    assert ("is_causal=True" in text) is (make_mask is causal)
+    (line,) = [line for line in compared.ranks[0].text.splitlines() if "attention(" in line and "=" in line]
+    assert PRINTED[make_mask] in line
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
-def test_masks_of_data(plan):
+KEYS = torch.tensor([[1] * 6, [0] * 4 + [1] * 2, [1] * 3 + [0] * 3, [1] * 6])
+IDS = torch.tensor([[1, 1, 2, 2, 2, 2], [1] * 6, [2, 1, 1, 2, 3, 3], [1] * 5 + [2]])
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "tp=2", "tp=4", "dp=2,tp=2", "sp=2", "zero3=2"])
+@pytest.mark.parametrize(
+    ("make_mask", "data", "printed"), [(padded, KEYS, "after=0, padding="), (in_documents, IDS, "after=0, documents=")]
+)
+def test_masks_of_data(make_mask, data, printed, plan):
     torch.manual_seed(0)
-    keys = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 3 + [0] * 3, [1] * 6])
-    ids = torch.tensor([[1, 1, 2, 2, 2, 2], [1] * 6, [1, 2, 2, 3, 3, 3], [1] * 5 + [2]])
-    compare(Block(padded), (torch.randn(4, 6, 8), keys), plan)
-    compare(Block(in_documents), (torch.randn(4, 6, 8), ids), plan)
+    compared = compare(Block(make_mask), (torch.randn(4, 6, 8), data), plan)
+    (line,) = [line for line in compared.ranks[0].text.splitlines() if "attention(" in line and "=" in line]
+    assert printed in line
 
 
 # -- models of transformers
@@ -94,13 +112,36 @@ def llama(**options: Any) -> nn.Module:
 def mistral(window: int) -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 
-    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=window))
+    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=window, use_cache=False))
 
 
 def gemma() -> nn.Module:
     from transformers import GemmaConfig, GemmaForCausalLM
 
     return GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=8, pad_token_id=0))
+
+
+def gemma3() -> nn.Module:
+    """Layers with a window and layers without, in turn."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SMALL, num_key_value_heads=1, head_dim=8, pad_token_id=0, sliding_window=4,
+                         layer_types=["sliding_attention", "full_attention"])
+    )  # fmt: skip
+
+
+class PrefixModel(nn.Module):
+    """A language model that sees all of a prompt at once."""
+
+    def __init__(self, prompt: int) -> None:
+        super().__init__()
+        self.model, self.prompt = llama(), prompt
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        places = torch.arange(input_ids.shape[1])
+        seen = (places[None] <= places[:, None]) | (places[None] < self.prompt)
+        return self.model(input_ids=input_ids, labels=labels, attention_mask=seen[None, None])
 
 
 def gpt2() -> nn.Module:
@@ -110,10 +151,11 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=4, **drops))
 
 
-def bert() -> nn.Module:
+def bert(longest: int = 64) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    sizes = {**SMALL, "max_position_embeddings": longest}
+    return BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
 def t5() -> nn.Module:
@@ -125,46 +167,57 @@ def t5() -> nn.Module:
     )  # fmt: skip
 
 
-WINDOW = MaskStructure(after=0, before=3)
-CAUSAL, FULL = MaskStructure(after=0), MaskStructure()
-MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[MaskStructure | str | None]]] = {
-    "llama": (llama, False, {CAUSAL}),
-    "llama, padded": (llama, True, {"causal, padded keys by attention_mask_1"}),
-    "gemma": (gemma, False, {CAUSAL}),
-    "gpt2": (gpt2, False, {CAUSAL}),
-    "mistral, window of 4": (lambda: mistral(4), False, {WINDOW}),
-    "mistral, window of 64": (lambda: mistral(64), False, {CAUSAL}),
-    "bert": (bert, False, {FULL}),
-    "bert, padded": (bert, True, {"padded keys by attention_mask_1"}),
-    "t5": (t5, False, {None, FULL}),  # position biases are data; the decoder sees all of the encoder
+PADDED = {"attention_mask": (torch.arange(LENGTH) < torch.tensor([8, 5, 6, 8])[:, None]).long()}
+PADDED_LEFT = {"attention_mask": PADDED["attention_mask"].flip(1)}
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)], [0, 0, 1, 2, 0, 1, 0, 1], [*range(8)]])}
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = {
+    "llama": (llama, {}, {"causal"}),
+    "llama, padded": (llama, PADDED, {"causal, padded keys by padding"}),
+    "llama, padded on the left": (llama, PADDED_LEFT, {"causal, padded keys by padding"}),
+    "llama, packed": (lambda: llama(use_cache=False), PACKED, {"causal, documents by documents"}),
+    "prefix": (lambda: PrefixModel(3), {}, {"causal, a prefix of 3"}),
+    "gemma": (gemma, {}, {"causal"}),
+    "gemma3": (gemma3, {}, {"causal", "causal, a window of 4"}),
+    "gemma3, padded": (
+        gemma3,
+        PADDED,
+        {"causal, padded keys by padding", "causal, a window of 4, padded keys by padding"},
+    ),
+    "gpt2": (gpt2, {}, {"causal"}),
+    "mistral, window of 4": (lambda: mistral(4), {}, {"causal, a window of 4"}),
+    "mistral, packed": (lambda: mistral(4), PACKED, {"causal, a window of 4, documents by documents"}),
+    "mistral, window of 64": (lambda: mistral(64), {}, {"causal"}),
+    "bert": (bert, {}, {"full"}),
+    "bert, padded": (bert, PADDED, {"padded keys by padding"}),
+    "t5": (t5, {}, {"None", "full"}),  # position biases are data; the decoder sees all of the encoder
 }
 
 
 @cache
 def reference_of(name: str) -> Reference:
-    make, has_padding, _ = MODELS[name]
+    make, data, _ = MODELS[name]
     torch.manual_seed(0)
     ids = torch.randint(31, (4, LENGTH))
-    example = {"input_ids": ids, "labels": ids}
-    if has_padding:
-        example["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([8, 5, 6, 8])[:, None]).long()
+    example = {"input_ids": ids, "labels": ids, **data}
     return make_reference(make_task(make(), example, torch.float64, torch.device("cpu"), steps=3))
 
 
 def attention_of(reference: Reference) -> list[Op]:
     graph = reference.side.captured("train").graph
-    return [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+    return [op for op in graph.ops if op.target in ("aten.scaled_dot_product_attention.default", STRUCTURED)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_say_what_their_masks_mean(name):
     reference, expected = reference_of(name), MODELS[name][2]
+    graph = reference.side.captured("train").graph
     ops = attention_of(reference)
-    assert {op.mask if op.mask in (None, CAUSAL, FULL, WINDOW) else str(op.mask) for op in ops} == expected
+    assert {str(op.mask) for op in ops} == expected
     for op in ops:
-        assert (op.tensor("attn_mask") is None) is (op.mask in (CAUSAL, FULL))
-        assert bool(op.argument("is_causal")) is (op.mask == CAUSAL)
-        assert bool(op.argument("enable_gqa")) is name.startswith(("llama", "mistral", "gemma"))
+        mask = op.tensor("attn_mask")
+        assert (op.target == STRUCTURED) is (str(op.mask) not in ("None", "causal", "full") and name != "bert, padded")
+        assert mask is None or op.mask is None or graph.values[mask].shape[-2] == 1
+        assert bool(op.argument("is_causal")) is (str(op.mask) == "causal")
     assert all(check.passed for check in reference.checks)  # of the graph against the model
 
 
@@ -173,6 +226,14 @@ def test_models_of_transformers_say_what_their_masks_mean(name):
 def test_models_of_transformers_train_as_the_original_does(name, plan):
     run = ComparisonOptions(limit=1e-10, timeout=300)
     report = compare_plan(reference_of(name), PlanRequest.read(plan), 2, run, name=plan)
+    assert report.passed, report.failures[:3]
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("single", 1), ("zero3=2", 2), ("pp=2", 2)])
+@pytest.mark.parametrize("name", ["llama, packed", "prefix", "gemma3, padded", "mistral, window of 4", "bert, padded"])
+def test_models_with_structured_masks_train_under_other_plans(name, plan, ranks):
+    run = ComparisonOptions(limit=1e-10, timeout=300)
+    report = compare_plan(reference_of(name), PlanRequest.read(plan), ranks, run, name=plan)
     assert report.passed, report.failures[:3]
 
 
@@ -292,13 +353,31 @@ def test_which_program_runs_is_alike_on_all_ranks(tmp_path):
     assert run_ranks(2, run) == [[False, True, False]] * 2
 
 
-def test_no_tensor_of_queries_by_keys_is_made(tmp_path):
-    """HF Llama on one rank, forward and backward: nothing of its length by its length is allocated."""
-    length = 48
+UNPADDED = {"attention_mask": torch.ones(2, 300, dtype=torch.long)}
+HALF_PADDED = {"attention_mask": (torch.arange(300) < torch.tensor([300, 170])[:, None]).long()}
+RESTARTED = {"position_ids": torch.arange(300).remainder(70).expand(2, -1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (llama, {}),
+        (llama, UNPADDED),
+        (llama, HALF_PADDED),
+        (lambda: llama(use_cache=False), RESTARTED),
+        (lambda: mistral(32), {}),
+        (lambda: mistral(32), HALF_PADDED),
+        (lambda: mistral(32), RESTARTED),
+        (lambda: bert(300), HALF_PADDED),
+    ],
+)
+def test_no_tensor_of_queries_by_keys_is_made(make, data, tmp_path):
+    """On one rank, forward and backward: nothing as large as its length by its length is allocated."""
+    length = 300
+    torch.manual_seed(0)
     ids = torch.randint(31, (2, length))
-    model = parallelize(
-        llama(), plan="single", example={"input_ids": ids, "labels": ids}, compile={"directory": tmp_path}
-    )
+    example = {"input_ids": ids, "labels": ids, **data}
+    model = parallelize(make(), plan="single", example=example, compile={"directory": tmp_path})
     sizes: set[tuple[int, ...]] = set()
 
     class Noted(TorchDispatchMode):
@@ -308,6 +387,6 @@ def test_no_tensor_of_queries_by_keys_is_made(tmp_path):
             return result
 
     with Noted():
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**example).loss.backward()
     assert (2, length, 31) in sizes
-    assert not [shape for shape in sizes if shape[-2:] == (length, length)]
+    assert not [shape for shape in sizes if shape[-2:] == (length, length) or math.prod(shape) >= length**2]

@@ -178,7 +178,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("room", [1.01, 1.06, 1.12])
+@pytest.mark.parametrize("room", [1.01, 1.06, 1.12, 1.2])
 def test_what_sums_overstate_is_not_left_unused(room):
     """Gradients come as activations go: a plan that a walk through the step says to fit is not given up for its sum."""
     analysis, cluster = facts_of(Layers, torch.zeros(512, 512, device="meta")), find("8xA100-80GB")

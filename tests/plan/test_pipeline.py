@@ -290,7 +290,7 @@ FAULTS = {
     ),
     "a segment without a place": (
         lambda data, first, second: first.pop("devices"),
-        "entry 'train', segment 0: should have choices, devices, mesh, ops, recompute, has choices, mesh",
+        r"entries.train\[0\].devices is missing",
     ),
     "a device in two meshes": (
         lambda data, first, second: second.update(mesh={"dp": 2}, devices=[0, 1]),

@@ -99,13 +99,13 @@ def test_every_fault_of_a_file_is_named_at_once(tmp_path):
         load(path, graph_of("gpt"))
 
     message = str(error.value)
-    for fault in ("'storage' is missing", "'colour' is unknown", "'notes' should be a list", "version 99"):
+    for fault in ("storage is missing", "colour is unknown", "notes should be a list", "version should be 1, is 99"):
         assert fault in message
-    assert "'tp' has size 0" in message
-    assert "entry 'train'" in message
+    assert "mesh.tp should be a whole number from 1 to 131072, is 0" in message
+    assert "entries.train" in message
 
 
-@pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])
+@pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[]", "should be an object")])
 def test_what_is_no_plan_at_all_is_refused(tmp_path, text, why):
     path = tmp_path / "plan.json"
     path.write_text(text)

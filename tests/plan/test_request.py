@@ -51,10 +51,12 @@ def test_a_plan_is_its_own_source():
     assert (source_size(known), source_name(known)) == (2, "tp=2")
 
 
-@pytest.mark.parametrize(("text", "words"), [("nothing", "is not JSON"), ("[]", "holds a list"), ("{}", "has no mesh")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("nothing", "is not JSON"), ("[]", "should be an object"), ("{}", "mesh is missing")]
+)
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text, words):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlanError, match=rf"plan\.json is not a plan file: it .*{words.removeprefix('is ')}"):
+    with pytest.raises(PlanError, match=rf"plan\.json is not (?s:.*){words.removeprefix('is not ')}"):
         source_size(read_source(tmp_path / "plan.json"))
 
 

@@ -120,5 +120,5 @@ def test_files_that_are_no_plans_are_refused(tmp_path):
     with pytest.raises(PlanError, match="is not JSON"):
         read_plan(tmp_path / "text.json")
     (tmp_path / "empty.json").write_text(json.dumps({"version": 1}))
-    with pytest.raises(PlanError, match="'mesh' is missing"):
+    with pytest.raises(PlanError, match="mesh is missing"):
         read_plan(tmp_path / "empty.json")

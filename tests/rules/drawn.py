@@ -17,6 +17,7 @@ from transformers.integrations import moe
 
 from shardwright.capture.interpret import run_op
 from shardwright.ir import Op
+from shardwright.ops.attention import STRUCTURED
 from shardwright.ops.pointwise import linear_unary, plain
 from shardwright.probe.discover import one_op as graph_of_one
 from shardwright.rules import Analysis, OpCall, analyse, known_targets, registry
@@ -370,6 +371,24 @@ def _convolution(dice: Dice) -> Arguments:
     found = _conv(2, transposed)(dice)
     found["input"] = found["input"] if found["input"].dim() == 4 else found["input"][None]
     return {**found, "dilation": [1, 1], "transposed": transposed, "output_padding": [0, 0]}
+
+
+@way(STRUCTURED)
+def _structured_attention(dice: Dice) -> Arguments:
+    b, g, r, s, t, e = (dice.size() for _ in range(6))
+    arguments: Arguments = {
+        "query": dice.real(b, g * r, s, e),
+        "key": dice.real(b, g, t, e),
+        "value": dice.real(b, g, t, e),
+    }
+    if dice.of(True, False):
+        rows = dice.of(1, b)
+        arguments |= {"query_documents": dice.ints(2, rows, s), "key_documents": dice.ints(2, rows, t)}
+    if dice.of(True, False):
+        arguments["padding"] = dice.ints(4, dice.of(1, b), t) > 0
+    if dice.of(True, False):
+        arguments |= {"before": dice.of(None, 1, 3), "after": dice.of(None, 0, 2), "prefix": dice.of(0, 2)}
+    return arguments
 
 
 @way("scaled_dot_product_attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -130,6 +131,16 @@ def _group_norm(dice: Dice) -> Arguments:
     return {
         "input": dice.real(dice.size(), c, *dice.shape(1, 2)), "num_groups": groups, "weight": dice.real(c),
         "bias": dice.real(c),
+    }  # fmt: skip
+
+
+@way("native_group_norm")
+def _native_group_norm(dice: Dice) -> Arguments:
+    groups, inside, samples, shape = dice.size(), dice.of(1, 2, 3), dice.size(), dice.shape(1, 2)
+    c = groups * inside
+    return {
+        "input": dice.real(samples, c, *shape), "weight": dice.real(c), "bias": dice.real(c), "N": samples, "C": c,
+        "HxW": math.prod(shape), "group": groups, "eps": 1e-5,
     }  # fmt: skip
 
 

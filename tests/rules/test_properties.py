@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from shardwright.ops.attention import STRUCTURED
 from shardwright.ops.user_calls import OPAQUE
 from shardwright.probe.check import NothingProven
 from shardwright.rules import ROWS, known_targets
@@ -29,7 +30,11 @@ ELSEWHERE = {
 }
 """Rules that can't be exercised here, with the reason."""
 
-WRITTEN = {target for target in known_targets() if target.startswith(("aten.", "transformers.")) or target == OPAQUE}
+WRITTEN = {
+    target
+    for target in known_targets()
+    if target.startswith(("aten.", "transformers.")) or target in (OPAQUE, STRUCTURED)
+}
 TARGETS = sorted((WRITTEN & set(ways())) - set(ELSEWHERE))
 
 

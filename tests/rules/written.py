@@ -112,26 +112,26 @@ PRODUCTS: Written = {
     ),
     "attention": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(2, 4, 3, 5)),
-        "ba g s e^, ba g t^ e^, ba g t^ d^ -> ba g s d^",
+        "ba g s e^, ba g t=ring@s e^, ba g t=ring@s d^ -> ba g s d^",
     ),
     "attention, causal and grouped": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(2, 2, 3, 5), causal=True),
-        "ba (g r) s^ e^, ba g t^ e^, ba g t^ d^ -> ba (g r) s^ d^",
+        "ba (g r) s=queries e^, ba g t=ring@s e^, ba g t=ring@s d^ -> ba (g r) s=queries d^",
     ),
     "attention, three dims": (
         "scaled_dot_product_attention", attended(real(4, 3, 5), real(4, 2, 5)), "g s e^, g t^ e^, g t^ d^ -> g s d^",
     ),
     "attention, mask of all": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(2, 4, 6, 5), real(2, 4, 3, 6)),
-        "ba g s e^, ba g t^ e^, ba g t^ d^, ba g s t^ -> ba g s d^",
+        "ba g s e^, ba g t^ e^, ba g t^ d^, ba g s 6 -> ba g s d^",
     ),
     "attention, mask of rows": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(2, 4, 6, 5), real(2, 1, 1, 6)),
-        "ba g s e^, ba g t^ e^, ba g t^ d^, ba 1 1 t^ -> ba g s d^",
+        "ba g s e^, ba g t^ e^, ba g t^ d^, ba 1 1 6 -> ba g s d^",
     ),
     "attention, mask of queries": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(2, 4, 3, 5), real(3, 3)),
-        "ba g s e^, ba g t^ e^, ba g t^ d^, s t^ -> ba g s d^",
+        "ba g s e^, ba g t^ e^, ba g t^ d^, s 3 -> ba g s d^",
     ),
     "attention, rows that broadcast": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(1, 4, 3, 5)), None,

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.algorithms import attention_blocks
-from shardwright.runtime.algorithms.attention_blocks import Places, Visibility, attend, attend_backward, merge
+from shardwright.runtime.algorithms.attention_blocks import (
+    Places,
+    Visibility,
+    attend,
+    attend_backward,
+    dense_mask,
+    merge,
+)
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
@@ -102,6 +109,8 @@ def random_block(seed: int, longest: int = 14) -> Block:
 
 
 def check(block: Block, message: str = "") -> None:
+    mask = dense_mask(block.queries, block.keys, block.visible, torch.device("cpu"))
+    assert torch.equal(mask.expand_as(block.seen()), block.seen()), message
     leaves = [x.detach().clone().requires_grad_() for x in (block.q, block.k, block.v)]
     expected, expected_lse = block.dense(*leaves)
     out, lse = block.forward()

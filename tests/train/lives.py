@@ -29,11 +29,12 @@ PLACES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Which rank ends itself, and where."""
+    """Which rank ends itself, and where; only once, if `marker` is the file that says so."""
 
     rank: int
     step: int
     place: str
+    marker: Path | None = None
 
 
 class Killed(Callback):
@@ -45,6 +46,10 @@ class Killed(Callback):
     def act(self, place: str, trainer: Any) -> None:
         kill, step = self.kill, trainer.progress.step + (place not in ("on_step_end", "on_save_checkpoint"))
         if kill is not None and kill.place == place and step >= kill.step and trainer.world.rank == kill.rank:
+            if kill.marker is not None:
+                if kill.marker.exists():
+                    return
+                kill.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -125,6 +130,6 @@ def run_life(
 
 
 if __name__ == "__main__":  # started by torchrun
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    made = live(Path(sys.argv[1]), sys.argv[2], Kill(rank=1, step=4, place="after_sync") if first else None, 6, False)
-    finish(made, Path(sys.argv[1]))
+    place, plan, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    kill = Kill(rank=victim, step=4, place="after_sync", marker=place / "killed")
+    finish(live(place, plan, kill, 6, False), place)

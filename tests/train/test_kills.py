@@ -82,7 +82,7 @@ def test_torchrun_starts_a_killed_run_again(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.2",
-        "-m", "tests.train.lives", str(tmp_path), "dp=2",
+        "-m", "tests.train.lives", str(tmp_path), "dp=2", "1",
     ]  # fmt: skip
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -9,6 +9,7 @@ Read `compute.py` and `collectives.py` (what is measured), `timing.py` (how), an
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from dataclasses import replace
@@ -21,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..cluster import Cluster, Node, NodeGroup
 from ..cluster.catalogue import USUAL, inside, usual_network
-from ..cluster.cluster import USUAL_OVERLAP
 from ..runtime.collectives import objects
 from ..runtime.world import World, start
 from ..verify.ranks import run_processes
@@ -75,7 +75,7 @@ def measure(effort: Effort) -> Cluster:
         )
         edge = max(objects.all_gather_objects(measure_edge(world.device, series, effort, crowded), "times of edges"))
         measured = measure_collectives(world, per_node, effort, advance)
-        overlap, meeting = USUAL_OVERLAP, 0.0
+        overlap, meeting = math.nan, 0.0
         if world.size > 1:  # both are small differences of large numbers
             overlap = median(measure_overlap(world, effort) for _ in range(TRIES))
             meeting = median(measure_meeting(world, effort) for _ in range(TRIES))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cluster import Curve, Device, Efficiency, Kind
+from ..cluster import USUAL_OVERLAP, AttentionPrice, Curve, Device, Efficiency, Kind
 from ..cluster.catalogue import matching
 from .timing import Effort, seconds
 
@@ -151,6 +151,9 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
         bandwidth=bandwidth,
         efficiency=tuple(efficiency),
         edge=edge,
+        # short sequences are in the curve; the rest was not measured
+        attention=replace(known.attention, short=0.0) if known else AttentionPrice(),
+        overlap=known.overlap if known else USUAL_OVERLAP,
     )
 
 

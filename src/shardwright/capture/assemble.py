@@ -26,7 +26,7 @@ from .building.value_names import value_names
 from .captured import NO_FACTS, CapturedGraph, ImportedFunction, InputLeaf, MaskFacts
 from .copies import copy_module
 from .interpret import run_plain
-from .masks import dense_mask_notes, structure_masks
+from .masks import check_documents, dense_mask_notes, structure_masks
 from .tracing.attribute_reads import Reads, everything
 from .tracing.export import Trace, trace, without_collection
 from .tracing.python_numbers import Number
@@ -176,6 +176,7 @@ def _finish(
     if promoted:
         promote_floats(builder)
     join_repeats(builder)
+    check_documents(leaves)  # while attention has its masks
     masks = structure_masks(leaves)
     updates = {key: builder.now(value) for key, value in updates.items()}
     written = {start: builder.now(value) for start, value in written.items()}

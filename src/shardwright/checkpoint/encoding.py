@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, InputError
+from ..formats import Faults, Schema, listing, literal, mapping, record, show, text
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -74,15 +75,19 @@ def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     return key
 
 
-def keys_of(encoded: Any) -> list[str]:
+def keys_of(value: Any) -> list[str]:
     """The keys of the tensors in an encoded value."""
-    keys: list[str] = []
-    decode(encoded, lambda key: keys.append(key) or torch.empty(0))  # type: ignore[func-returns-value]
-    return keys
+    if isinstance(value, list):
+        return [key for item in value for key in keys_of(item)]
+    if not isinstance(value, dict):
+        return []
+    if value.get("$") in ("tensor", "array"):
+        return [value["key"]]
+    return [key for item in value.values() for key in keys_of(item)]
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Decode a value; `tensor` looks a tensor up by its key."""
+    """Decode a value that `encoded` has no fault of; `tensor` looks a tensor up by its key."""
     if isinstance(encoded, list):
         return [decode(item, tensor) for item in encoded]
     if not isinstance(encoded, dict):
@@ -90,6 +95,13 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
     kind = encoded.get("$")
     if kind is None:
         return {key: decode(item, tensor) for key, item in encoded.items()}
+    try:
+        return _decode_kind(kind, encoded, tensor)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:  # an unknown device, a list as key
+        raise CheckpointError(f"a checkpoint has a {kind} that can't be read: {error}") from error
+
+
+def _decode_kind(kind: str, encoded: Mapping[str, Any], tensor: Callable[[str], Tensor]) -> Any:
     if kind in ("tensor", "array"):
         stored = tensor(encoded["key"])
         return stored if kind == "tensor" else stored.numpy()
@@ -110,16 +122,71 @@ def _dtype(encoded: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
+def _scalar(encoded: Mapping[str, Any]) -> Any:
+    """A numpy scalar: a number or text, since `numpy.void(n)` and `numpy.bytes_(n)` allocate n bytes."""
+    dtype, value = numpy.dtype(encoded["dtype"]), decode(encoded["value"], _no_tensor)
+    allowed = {"b": bool, "i": int, "u": int, "f": int | float, "c": int | float | complex, "U": str, "S": bytes}
+    if not isinstance(value, allowed.get(dtype.kind, ())):
+        raise ValueError(f"{encoded['dtype']!r} of a {type(value).__name__}")
+    return dtype.type(value)
+
+
 _SEVERAL: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _SINGLE: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "float": lambda encoded: float(encoded["value"]),
-    "bytes": lambda encoded: base64.b64decode(encoded["base64"]),
+    "bytes": lambda encoded: base64.b64decode(encoded["base64"], validate=True),
     "complex": lambda encoded: complex(*(decode(part, _no_tensor) for part in encoded["parts"])),
     "device": lambda encoded: torch.device(encoded["name"]),
     "dtype": _dtype,
-    "scalar": lambda encoded: numpy.dtype(encoded["dtype"]).type(decode(encoded["value"], _no_tensor)),
+    "scalar": _scalar,
 }
 
 
 def _no_tensor(key: str) -> Tensor:
     raise CheckpointError(f"there is a tensor ({key}) where a number should be")
+
+
+# -- what an encoded value should be ---------------------------------------------------------------
+
+DEEPEST = 100
+
+
+def encoded(value: Any, left: int = DEEPEST) -> Faults:
+    """The faults of an encoded value: a schema, for values of any structure."""
+    if not left:
+        return [((), f"is nested more than {DEEPEST} deep")]
+
+    def inner(part: Any) -> Faults:
+        return encoded(part, left - 1)
+
+    if type(value) is list:
+        return _ITEMS(value) or listing(inner)(value)
+    if type(value) is not dict:
+        return ()
+    if "$" not in value:
+        return mapping(inner)(value)
+    kind = value["$"]
+    if type(kind) is not str or kind not in _FIELDS:
+        return [((), f"has the unknown kind {show(kind)}")]
+    faults = list(record({"$": literal(kind), **_FIELDS[kind]})(value))
+    return faults or [((key, *route), message) for key in _INNER[kind] for route, message in inner(value[key])]
+
+
+_ITEMS = listing(lambda part: ())
+_PAIRS = listing(listing(lambda part: (), least=2, most=2))
+_SHORT = text(longest=200)
+_FIELDS: dict[str, dict[str, Schema]] = {
+    "tensor": {"key": text()},
+    "array": {"key": text()},
+    "dict": {"items": _PAIRS},
+    "counter": {"items": _PAIRS},
+    **{kind: {"items": _ITEMS} for kind in _SEVERAL},
+    "float": {"value": literal("nan", "inf", "-inf")},
+    "bytes": {"base64": text(longest=2**30)},
+    "complex": {"parts": listing(lambda part: (), least=2, most=2)},
+    "device": {"name": _SHORT},
+    "dtype": {"name": _SHORT},
+    "scalar": {"dtype": _SHORT, "value": lambda part: ()},
+}
+_INNER = {kind: [key for key in fields if key in ("items", "parts", "value") and kind != "float"]
+          for kind, fields in _FIELDS.items()}  # fmt: skip

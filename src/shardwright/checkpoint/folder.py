@@ -7,7 +7,7 @@
       step-000300.part  being written, or left by a crash: removed at the next start
 
 The pointer moves when a checkpoint is complete, and only then are old ones removed, so that it always
-points to one that can be loaded. Only one run at a time may write to a folder.
+points to one that can be loaded. Only one run at a time may write to a folder (`folder_lock.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import CheckpointError, InputError
+from ..formats import read_text
 from ..runtime.optimizer.adopt import Optimizers
 from ..runtime.world import here
 from . import disk
+from .folder_lock import acquire, has_other_writer
 from .loading import Loaded, load
 from .manifest import MANIFEST, Manifest, read_manifest
 from .ranks import checkpoint_ranks
@@ -51,7 +53,9 @@ class CheckpointFolder:
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         if here().rank == 0:
             self.path.mkdir(parents=True, exist_ok=True)
-            tidy(self.path)
+            if not has_other_writer(self.path):  # else what is half-written is its
+                tidy(self.path)
+        self._owned = False
 
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
@@ -61,6 +65,7 @@ class CheckpointFolder:
         """Save as step-000100, move the pointer, and remove superseded checkpoints. See `sw.save`."""
         state = training_state(model, optimizer, schedulers, extra)
         path = self.path / f"step-{step:06d}"
+        self._own()
 
         def after() -> None:
             disk.replace_text(self.path / LATEST, path.name + "\n")
@@ -81,6 +86,14 @@ class CheckpointFolder:
         if name is None:
             return None
         return load(self.path / name, model, optimizer, schedulers=schedulers, extra=extra, rng=rng)
+
+    def _own(self) -> None:
+        """Become the only writer, until this process ends."""
+        if not self._owned:
+            meeting = checkpoint_ranks()
+            meeting.settle()
+            meeting.together(lambda: acquire(self.path) if meeting.first else None)
+            self._owned = True
 
     def wait(self) -> None:
         """Wait for the pending save, and raise its error if it failed."""
@@ -141,9 +154,10 @@ def checkpoints_in(folder: Path) -> dict[Path, Manifest]:
 def latest_in(folder: Path) -> Path | None:
     """The checkpoint that the pointer names; the newest if the pointer is lost."""
     pointer = folder / LATEST
-    named = folder / pointer.read_text().strip() if pointer.is_file() else None
-    if named is not None and named != folder and (named / MANIFEST).is_file():
-        return named
+    name = read_text(pointer, CheckpointError, 4096).decode(errors="replace").strip() if pointer.is_file() else ""
+    is_name = Path(name).name == name and name.strip(".") != ""  # and not a path that leads out of the folder
+    if is_name and (folder / name / MANIFEST).is_file():
+        return folder / name
     return next(reversed(checkpoints_in(folder)), None)
 
 

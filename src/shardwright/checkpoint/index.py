@@ -29,8 +29,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..errors import CheckpointError
-from .tensorfile import DTYPES, NAMES, MappedFiles, Spec, TensorOffset, read_header
+from ..errors import CheckpointError, raise_all
+from ..formats import raise_faults, read_json
+from .schema import HF_INDEX_SCHEMA, INDEX_SCHEMA, LARGEST, LARGEST_DIM
+from .tensorfile import DTYPES, NAMES, MappedFiles, Spec, TensorOffset, check_extents, read_header
 
 INDEX = "index.json"
 HF_INDEX = "model.safetensors.index.json"
@@ -55,16 +57,21 @@ class IndexEntry:
     chunks: tuple[Chunk, ...]
 
     def __post_init__(self) -> None:
+        shape = self.spec.shape
+        if any(len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) for chunk in self.chunks):
+            raise ValueError(f"chunks of another number of dims for a tensor of shape {shape}")
         count = sum(math.prod(chunk.sizes) for chunk in self.chunks)
         inside = all(
             at >= 0 and size >= 0 and at + size <= full
             for chunk in self.chunks
-            for at, size, full in zip(chunk.offsets, chunk.sizes, self.spec.shape, strict=True)
+            for at, size, full in zip(chunk.offsets, chunk.sizes, shape, strict=True)
         )
-        if count != math.prod(self.spec.shape) or not inside:
-            raise ValueError(f"chunks of {count} elements for a tensor of shape {self.spec.shape}")
+        if count != math.prod(shape) or not inside:
+            raise ValueError(f"chunks of {count} elements for a tensor of shape {shape}")
+        if math.prod(size for size in shape if size) > LARGEST_DIM:
+            raise ValueError(f"the shape {shape}, which is too large")
         if len(self.chunks) > 1 and _overlap(self.chunks):
-            raise ValueError(f"overlapping chunks for a tensor of shape {self.spec.shape}")
+            raise ValueError(f"overlapping chunks for a tensor of shape {shape}")
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
@@ -75,6 +82,8 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
         if math.prod(chunk.sizes)
     ]
     edges = [sorted({edge for span in spans for edge in span}) for spans in zip(*boxes, strict=True)]
+    if math.prod(map(len, edges)) > max(2**16, len(boxes) * 2 ** (len(edges) + 6)):
+        raise ValueError(f"{len(boxes)} chunks that are no parts of a grid")  # the grid would need too much memory
     numbers = [{edge: number for number, edge in enumerate(positions)} for positions in edges]
     cells = torch.zeros([len(positions) for positions in edges], dtype=torch.bool)
     for box in boxes:
@@ -120,14 +129,17 @@ class Index:
         place = TensorOffset(spec=Spec(dtype=entry.spec.dtype, shape=chunk.sizes), start=chunk.start)
         return mapped.box(self.folder / chunk.file, place, at, sizes)
 
-    def check_sizes(self) -> None:
-        """Check that every chunk is inside its file."""
+    def check_places(self) -> None:
+        """Check that every chunk has bytes of its own in its file: shared ones would be read many times over."""
+        missing = [name for name in sorted(self.files) if not (self.folder / name).is_file()]
+        raise_all(CheckpointError, f"{self.folder} is incomplete:", [f"{name} is missing" for name in missing])
         sizes = {name: (self.folder / name).stat().st_size for name in self.files}
-        for key, entry in self.entries.items():
-            for chunk in entry.chunks:
-                end = chunk.start + math.prod(chunk.sizes) * entry.spec.dtype.itemsize
-                if chunk.start < 0 or end > sizes[chunk.file]:
-                    raise CheckpointError(f"{self.folder / chunk.file} is truncated: {key} is incomplete")
+        places = sorted(
+            (chunk.file, chunk.start, chunk.start + math.prod(chunk.sizes) * entry.spec.dtype.itemsize, key)
+            for key, entry in self.entries.items()
+            for chunk in entry.chunks
+        )
+        check_extents(self.folder, places, sizes)
 
     @property
     def files(self) -> set[str]:
@@ -136,21 +148,26 @@ class Index:
 
 def read_index(folder: Path) -> Index:
     path = folder / INDEX
-    try:
-        tensors = json.loads(path.read_bytes())["tensors"]
-        index = Index(folder=folder, entries={key: _entry(entry) for key, entry in tensors.items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    outside = [name for name in index.files if Path(name).name != name]
-    if outside:
-        raise CheckpointError(f"{path} names files outside of its folder: {', '.join(outside)}")
-    index.check_sizes()
+    content = read_json(path, CheckpointError, LARGEST)
+    raise_faults(CheckpointError, f"{path} is not a valid index:", INDEX_SCHEMA(content))
+    entries: dict[str, IndexEntry] = {}
+    faults = []
+    for key, encoded in content["tensors"].items():
+        try:
+            entries[key] = _entry(encoded)
+        except ValueError as error:
+            faults.append((("tensors", key), f"has {error}"))
+    raise_faults(CheckpointError, f"{path} is not a valid index:", faults)
+    index = Index(folder=folder, entries=entries)
+    index.check_places()
     return index
 
 
 def _entry(encoded: Mapping[str, Any]) -> IndexEntry:
+    if encoded["dtype"] not in DTYPES:
+        raise ValueError(f"the unknown dtype {encoded['dtype']!r}")
     chunks = tuple(
-        Chunk(tuple(offsets), tuple(sizes), str(file), int(start)) for offsets, sizes, file, start in encoded["chunks"]
+        Chunk(tuple(offsets), tuple(sizes), file, start) for offsets, sizes, file, start in encoded["chunks"]
     )
     return IndexEntry(spec=Spec(dtype=DTYPES[encoded["dtype"]], shape=tuple(encoded["shape"])), chunks=chunks)
 
@@ -163,13 +180,9 @@ def find_weights(path: Path) -> list[Path] | None:
     if path.is_file():
         return [path]
     if (path / HF_INDEX).is_file():
-        try:
-            named = json.loads((path / HF_INDEX).read_bytes())["weight_map"].values()
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path / HF_INDEX} is damaged: {error!r}") from error
-        files = sorted({str(name) for name in named})
-        if any(Path(name).name != name for name in files):
-            raise CheckpointError(f"{path / HF_INDEX} names files outside of its folder")
+        content = read_json(path / HF_INDEX, CheckpointError, LARGEST)
+        raise_faults(CheckpointError, f"{path / HF_INDEX} is not a valid index:", HF_INDEX_SCHEMA(content))
+        files = sorted(set(content["weight_map"].values()))
         missing = [name for name in files if not (path / name).is_file()]
         if missing:
             raise CheckpointError(f"{path} is incomplete: {', '.join(missing)} is missing")

@@ -6,7 +6,6 @@ one of the ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, raise_all
+from ..formats import raise_faults, read_json
 from ..runtime.optimizer.adopt import Optimizers
 from . import disk
-from .index import Index, read_index
+from .encoding import keys_of
+from .index import INDEX, Index, read_index
 from .key_owners import KeyOwners
 from .manifest import MANIFEST, Manifest, damage, faults_of, read_manifest
 from .ranks import CheckpointRanks, checkpoint_ranks
 from .saving import STATE
+from .schema import LARGEST, STATE_SCHEMA
 from .training import Schedulers, StateValues, read_values, training_state
-
-PARTS = ("optimizers", "schedulers", "extra", "data", "tied", "random", "plans", "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +96,17 @@ def open_checkpoint(path: Path, meeting: CheckpointRanks | None = None) -> Opene
     faults = faults_of(folder, dict([*mine, *small]).items())
     if faults:
         raise CheckpointError(damage(folder, faults))
-    return Opened(folder=folder, manifest=manifest, index=read_index(folder), state=_read_state(folder))
+    index, state = read_index(folder), _read_state(folder)
+    unlisted = sorted({INDEX, STATE, *index.files} - set(manifest.files))
+    missing = [f"{name} is not in its manifest, so that nothing tells whether it is damaged" for name in unlisted]
+    missing += [f"{STATE} names the tensor {key}, which {INDEX} does not have"
+                for key in dict.fromkeys(keys_of(state)) if key not in index.entries]  # fmt: skip
+    raise_all(CheckpointError, f"{folder} is not a complete checkpoint:", missing)
+    return Opened(folder=folder, manifest=manifest, index=index, state=state)
 
 
 def _read_state(folder: Path) -> StateValues:
     path = folder / STATE
-    try:
-        metadata = json.loads(path.read_bytes())
-        missing = [name for name in PARTS if name not in metadata]
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if missing:
-        raise CheckpointError(f"{path} is damaged: it has no {', '.join(missing)}")
-    return dict(metadata)
+    state: StateValues = read_json(path, CheckpointError, LARGEST)
+    raise_faults(CheckpointError, f"{path} is not a valid state:", STATE_SCHEMA(state))
+    return state

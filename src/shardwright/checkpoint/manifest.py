@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..formats import raise_faults, read_json
 from . import disk
 from .disk import Digest
+from .schema import MANIFEST_SCHEMA
 
 MANIFEST = "manifest.json"
 FORMAT = "shardwright checkpoint"
@@ -55,21 +57,20 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MANIFEST}; pass a folder that sw.save wrote"
         )
-    try:
-        content = json.loads(path.read_bytes())
-        if content.get("format") != FORMAT or content.pop("digest", None) != _digest(content):
-            raise ValueError("its digest does not match")
-        if content["version"] > VERSION:
-            raise CheckpointError(f"{folder} has version {content['version']}; this shardwright reads up to {VERSION}")
-        files = {
-            name: Digest(size=entry["bytes"], blake2b=entry["blake2b"]) for name, entry in content["files"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if any(Path(name).name != name for name in files):
-        raise CheckpointError(f"{path} names files outside of its folder")
+    content = read_json(path, CheckpointError)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is damaged: it is not the manifest of a checkpoint")
+    if content.pop("digest", None) != _digest(content):
+        raise CheckpointError(f"{path} is damaged: its digest does not match")
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(f"{folder} has version {version}; this shardwright reads up to {VERSION}")
+    raise_faults(CheckpointError, f"{path} is not a valid manifest:", MANIFEST_SCHEMA(content))
     return Manifest(
-        files=files, world=content["world"], when=content["when"], step=content["step"], metrics=content["metrics"]
+        files={
+            name: Digest(size=entry["bytes"], blake2b=entry["blake2b"]) for name, entry in content["files"].items()
+        },
+        world=content["world"], when=content["when"], step=content["step"], metrics=content["metrics"],
     )  # fmt: skip
 
 

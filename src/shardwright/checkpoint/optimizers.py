@@ -11,7 +11,7 @@ needs no state to be loaded into: the saved state tells what to create.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, raise_all
+from ..formats import show
 from ..runtime.parameters.sharded import ShardedParameter, Untouched
 from ..runtime.parameters.state_dicts import state_value
 from ..runtime.parameters.state_values import as_state
@@ -97,6 +98,7 @@ class Restored:
                 faults.append(f"the parameters of group {number} were in groups {matches} of {len(groups)}")
             else:
                 self._groups.append(groups[matches[0]])
+                faults += [f"group {number}: {fault}" for fault in _option_faults(group, groups[matches[0]])]
         kind = f"the optimizer does not fit the saved one ({self._saved['kind']}); build it as it was:"
         raise_all(CheckpointError, kind, faults)
 
@@ -145,6 +147,18 @@ class Restored:
                 self._optimizer.state[leaf] = decode(state, self._local.__getitem__)
                 if leaf in self._sharded_keys:
                     leaf.sharded_keys = self._sharded_keys[leaf]
+
+
+def _option_faults(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    """Options of another type than the optimizer's own, which would only fail, or do something else, in its step."""
+    for option, own in group.items():
+        value = saved.get(option, own)
+        if option == "params" or _is_direct(value) or own is None or value is None:
+            continue
+        wanted = bool if isinstance(own, bool) else int | float if isinstance(own, int | float) else None
+        value = decode(value, lambda key: torch.empty(()))
+        if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
+            yield f"{option} is {own!r} here, and was saved as {show(value)}"
 
 
 def _is_direct(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..formats import parse_json
 
 
 def generators() -> Tensor:
@@ -34,19 +35,19 @@ def generators() -> Tensor:
 
 def set_generators(saved: Tensor) -> None:
     """Restore the generators."""
+    values = parse_json(saved.cpu().numpy().tobytes(), "the RNG state", CheckpointError)
     try:
-        values = json.loads(saved.cpu().numpy().tobytes())
         kind, keys, position, has_gauss, cached = values["numpy"]
         version, inner, gauss = values["python"]
         states = [None if values[name] is None else _bytes(values[name]) for name in ("torch", "cuda")]
-    except (ValueError, KeyError, TypeError) as error:
+        if states[0] is not None:
+            torch.set_rng_state(states[0])
+        if states[1] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states[1])
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+        random.setstate((version, tuple(inner), gauss))
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the RNG state can't be read: {error!r}") from error
-    if states[0] is not None:
-        torch.set_rng_state(states[0])
-    if states[1] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states[1])
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    random.setstate((version, tuple(inner), gauss))
 
 
 def _text(state: Tensor) -> str:

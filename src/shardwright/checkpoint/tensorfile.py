@@ -9,6 +9,7 @@ it is checked before use.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..formats import parse_json, raise_faults
 from .disk import AtomicFile, Digest
+from .schema import HEADER_SCHEMA, METADATA_SCHEMA
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -126,25 +129,42 @@ def read_header(path: Path) -> tuple[dict[str, TensorOffset], dict[str, str]]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(LONGEST, size - 8):
             raise CheckpointError(f"{path} is not a safetensors file: its header would have {length} bytes")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
-        places = {name: _place(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: its header can't be read ({error!r})") from error
-    for name, place in places.items():
-        if place.start < 8 + length or place.start + place.spec.size > size:
-            raise CheckpointError(f"{path} is truncated: {name} is incomplete")
+        header = parse_json(file.read(length), f"{path} is no safetensors file: its header", CheckpointError)
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else {}
+    title = f"{path} is not a safetensors file: its header has faults:"
+    raise_faults(CheckpointError, title, [*METADATA_SCHEMA(metadata), *HEADER_SCHEMA(header)])
+    places: dict[str, TensorOffset] = {}
+    faults = []
+    for name, entry in header.items():
+        try:
+            places[name] = _place(entry, 8 + length)
+        except ValueError as error:
+            faults.append(((name,), f"has {error}"))
+    raise_faults(CheckpointError, title, faults)
+    extents = sorted((path.name, place.start, place.start + place.spec.size, name) for name, place in places.items())
+    check_extents(path.parent, extents, {path.name: size})
     return places, metadata
 
 
 def _place(entry: Mapping[str, Any], base: int) -> TensorOffset:
-    spec = Spec(dtype=DTYPES[entry["dtype"]], shape=tuple(int(size) for size in entry["shape"]))
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"the unknown dtype {entry['dtype']!r}")
+    spec = Spec(dtype=DTYPES[entry["dtype"]], shape=tuple(entry["shape"]))
     start, end = entry["data_offsets"]
-    if end - start != spec.size or min(spec.shape, default=0) < 0:
+    if end - start != spec.size:
         raise ValueError(f"{end - start} bytes for a tensor of {spec.size}")
-    return TensorOffset(spec=spec, start=base + int(start))
+    return TensorOffset(spec=spec, start=base + start)
+
+
+def check_extents(folder: Path, extents: Sequence[tuple[str, int, int, str]], sizes: Mapping[str, int]) -> None:
+    """Refuse tensors that end after their file, or share bytes. `extents`: file, start, end and key, sorted."""
+    for file, _, end, key in extents:
+        if end > sizes[file]:
+            raise CheckpointError(f"{folder / file} is truncated: {key} is incomplete")
+    filled = [extent for extent in extents if extent[2] > extent[1]]
+    for (file, _, end, key), (other, start, _, second) in itertools.pairwise(filled):
+        if file == other and start < end:
+            raise CheckpointError(f"{folder / file} is damaged: {key} and {second} have the same bytes")
 
 
 class MappedFiles:

@@ -121,7 +121,13 @@ class TrainingState:
 
         def act() -> None:
             for target, saved in targets:
-                target.load_state_dict(decode(saved, loose.places.__getitem__))
+                state = decode(saved, loose.places.__getitem__)
+                try:
+                    target.load_state_dict(state)
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # of another structure
+                    raise CheckpointError(
+                        f"{type(target).__name__} can't load its state from the checkpoint: {error!r}"
+                    ) from error
 
         return act
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..batch_dim import find_batch_dim
-from ..errors import InputError
+from ..errors import InputError, ShardwrightError
+from ..formats import Faults, anything, either, listing, nothing, raise_faults, read_json, record, show
+from ..formats import text as text_schema
 from ..verify.parity import arguments_of
 
 MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
@@ -103,17 +106,61 @@ def _hugging_face(path: Path, batch: int, seq: int, meta: bool) -> tuple[nn.Modu
         import transformers
     except ImportError as error:
         raise InputError("hf: needs the package transformers; install it with pip install transformers") from error
+    data = read_json(path, InputError)
+    faults = [*_CONFIG(data), *(_ANY(data) or _count_faults(data))]
+    raise_faults(InputError, f"{path} is not a Hugging Face config:", faults)
     try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise InputError(f"{path} is not a Hugging Face config: it has no model_type")
-    config = transformers.AutoConfig.for_model(**data)
-    named = getattr(transformers, (data.get("architectures") or ["?"])[0], None)
-    with torch.device("meta" if meta else "cpu"):
-        make: Any = named or transformers.AutoModelForCausalLM.from_config
-        module: nn.Module = make(config)
-    longest = getattr(config, "max_position_embeddings", None)
-    ids = torch.randint(config.vocab_size, (batch, min(seq, longest or seq)))
+        config = transformers.AutoConfig.for_model(**data)
+        named = getattr(transformers, (data.get("architectures") or ["?"])[0], None)
+        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        make: Any = named if is_model else transformers.AutoModelForCausalLM.from_config
+        with torch.device("meta"):  # costs nothing, and tells how large it is
+            module: nn.Module = make(config)
+        if not meta:
+            check_memory(module, str(path))
+            module = make(config)
+        longest = getattr(config, "max_position_embeddings", None)
+        ids = torch.randint(config.vocab_size, (batch, min(seq, longest or seq)))
+    except ShardwrightError:
+        raise
+    except Exception as error:  # of any kind: a config can be wrong in the terms of every model
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} makes no model of this {data['model_type']!r} config: "
+            f"{type(error).__name__}: {str(error)[:2000]}"
+        ) from error
     return module.train(), ((ids,), {"labels": ids.clone(), "use_cache": False})
+
+
+_CONFIG = record(
+    {"model_type": text_schema(r"[\w-]+", longest=100, described="a name such as llama")},
+    {"architectures": either(listing(text_schema(r"\w+", longest=200, described="a class"), most=16), nothing())},
+    others=True,
+)
+_ANY = anything()
+_COUNTED = re.compile(r"layer|block|depth|stage|expert")
+MOST_MODULES = 1024
+
+
+def _count_faults(value: Any, key: str = "") -> Faults:
+    """Numbers that are too large to be meant: a model has as many modules as some of them say."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [
+            ((at, *route), message)
+            for at, item in items
+            for route, message in _count_faults(item, at if isinstance(at, str) else key)
+        ]
+    most = MOST_MODULES if _COUNTED.search(key) else 2**40
+    is_large = isinstance(value, int) and abs(value) > most
+    return [((), f"should be at most {most}, is {show(value)}")] if is_large else ()
+
+
+def check_memory(module: nn.Module, name: str) -> None:
+    """Refuse a model on meta that this machine has no memory for."""
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > room:
+        raise InputError(
+            f"{name} has {size / 2**30:.1f} GiB of parameters, and this machine has {room / 2**30:.1f} GiB of memory; "
+            "plan and explain need none"
+        )

@@ -51,6 +51,11 @@ def run_train(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    return run_compile_only(*parse_settings(argv))
+
+
+def parse_settings(argv: Sequence[str]) -> tuple[Namespace, ArgumentParser]:
+    """The settings in files and on the command line. Files name classes, whose modules are imported here."""
     files, overrides = split_files(argv)
     for folder in (*(file.resolve().parent for file in files), Path.cwd()):
         if str(folder) not in sys.path:
@@ -65,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
         options = parser.parse_args([*(f"--config={file}" for file in files), *overrides])
     except ArgumentError as error:
         raise InputError(explained(str(error), configs, known, overrides)) from error
-    return run_compile_only(options, parser)
+    return options, parser
 
 
 def run_compile_only(options: Namespace, parser: ArgumentParser) -> int:

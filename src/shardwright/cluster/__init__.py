@@ -8,7 +8,7 @@ YAML file), `quantity.py` ("80GiB").
 from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, Collective, MeasuredCollective, Span, collective_time
 from .curve import Curve
-from .device import KINDS, Device, Efficiency, Kind
+from .device import KINDS, USUAL_OVERLAP, AttentionPrice, Device, Efficiency, Kind
 from .file import find, load, save
 from .link import Link
 from .name import parse
@@ -16,6 +16,8 @@ from .name import parse
 __all__ = [
     "COLLECTIVES",
     "KINDS",
+    "USUAL_OVERLAP",
+    "AttentionPrice",
     "Cluster",
     "Collective",
     "Curve",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..errors import ClusterError
 from .curve import ramp
-from .device import Device, Efficiency
+from .device import USUAL_OVERLAP, AttentionPrice, Device, Efficiency
 from .link import Link
 
 GIB, GIGA, TERA, MICRO = 1024**3, 1e9, 1e12, 1e-6
@@ -28,28 +28,46 @@ class AssumedEfficiency:
     """What long kernels reach of the peak, and the time that it takes to start one."""
 
     matmul: float  # of the flops: large products under a lasting load (clocks fall, more so on later devices)
-    attention: float  # of the flops: fused attention, forward and causal, as torch has it
+    attention: float  # of the flops: fused attention, forward, of long sequences without a mask
     memory: float  # of the memory's bandwidth: copies and pointwise ops, norms and the like, mostly of 16 bits
     start: float  # seconds until a kernel is at half of its rate: launch, ramp-up and tail
     edge: float  # the smallest side of a product that halves its rate: about a tile, and the filling of its pipeline
 
 
-# Those of A100 and H100 were fitted to published throughputs of training, no kernel was measured; docs/cost-model.md
-# says how they were chosen and how well they hold. The others are by analogy, untested.
+# Matmul: a part of what mamf-finder (stas00/ml-engineering) found with the best shapes: A100 0.86, H100 0.80, B200
+# 0.78, MI250X 0.77, MI300X 0.60. That long runs reach 0.9 of it on an A100 and 0.8 on an H100, as well as memory and
+# edge, was fitted to published throughputs of training; docs/cost-model.md says how well they hold.
+# Attention: the same part of what benchmarks of kernels found: 0.73 of an A100 (the paper of flash attention 2), 0.66
+# of an H100 (that of flash attention 3; 0.61 by cuDNN), 0.74 of a B200 (Dao-AILab/flash-attention, pull request 2605).
+# The others are by analogy, untested.
 ASSUMED = {
     "V100": AssumedEfficiency(
         0.75, 0.30, 0.75, 5 * MICRO, 128
     ),  # no flash attention for it in torch; tiles are smaller
-    "A100": AssumedEfficiency(0.77, 0.38, 0.75, 5 * MICRO, 192),
-    # Less of a higher peak: by this fit attention is 1.7 times as fast as on an A100, and the peak 3.2 times as high.
-    # The kernels of the published runs were not written for Hopper; with newer ones measure, or say it in a file.
-    "H100": AssumedEfficiency(0.63, 0.20, 0.75, 5 * MICRO, 192),
-    "B200": AssumedEfficiency(0.63, 0.15, 0.75, 5 * MICRO, 256),
-    "MI250": AssumedEfficiency(0.60, 0.30, 0.65, 8 * MICRO, 192),
-    "MI300X": AssumedEfficiency(0.50, 0.20, 0.65, 8 * MICRO, 256),
-    "L40S": AssumedEfficiency(0.65, 0.38, 0.75, 5 * MICRO, 128),  # 350 W do not last for the peak
+    "A100": AssumedEfficiency(0.77, 0.66, 0.70, 5 * MICRO, 192),
+    "H100": AssumedEfficiency(0.64, 0.50, 0.70, 5 * MICRO, 192),
+    "B200": AssumedEfficiency(0.62, 0.60, 0.70, 5 * MICRO, 256),
+    "MI250": AssumedEfficiency(0.60, 0.40, 0.65, 8 * MICRO, 192),
+    "MI300X": AssumedEfficiency(0.50, 0.35, 0.65, 8 * MICRO, 256),
+    "L40S": AssumedEfficiency(0.65, 0.55, 0.75, 5 * MICRO, 128),  # 350 W do not last for the peak
     "cpu": AssumedEfficiency(0.70, 0.30, 0.60, 10 * MICRO, 16),
 }
+
+# From the figures of the papers, heads of 128, 512 to 16,384 tokens on an H100: flash attention 2 goes from 191 to 335
+# TFLOP/s if causal, from 309 to 370 if not, its backward from 214 to 322; flash attention 3 from 292 to 616, 467 to 648
+# and 316 to 561. A mask as a tensor is for the kernel before them, 1.6 times as slow as flash attention 2.
+FLASH_2 = AttentionPrice(short=90, causal=0.91, diagonal=220, backward=0.87, ramp=160, masked=1.6)
+FLASH_3 = AttentionPrice(short=170, causal=0.96, diagonal=250, backward=0.87, ramp=160, masked=2.8)
+KERNELS = {
+    "A100": FLASH_2, "H100": FLASH_3, "B200": FLASH_3, "L40S": FLASH_2, "MI250": FLASH_2, "MI300X": FLASH_2
+}  # fmt: skip
+
+COLLECTIVE_BLOCKS = 24
+"""Processors that a collective of NCCL takes from the kernels that run meanwhile: its thread blocks, as profiles of an
+all_gather beside matmuls on an H100 show them (forums.developer.nvidia.com, topic 337991)."""
+
+# Streaming multiprocessors or compute units, by the vendors
+PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "MI250": 104, "MI300X": 304, "L40S": 142}
 
 
 def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: float) -> Device:
@@ -62,6 +80,8 @@ def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: f
         bandwidth=bandwidth * GIGA,
         efficiency=curves(ASSUMED[assumed], peaks, bandwidth * GIGA),
         edge=ASSUMED[assumed].edge,
+        attention=KERNELS.get(assumed, AttentionPrice()),
+        overlap=1 - COLLECTIVE_BLOCKS / PROCESSORS[assumed] if assumed in PROCESSORS else USUAL_OVERLAP,
     )
 
 

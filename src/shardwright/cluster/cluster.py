@@ -19,14 +19,13 @@ from itertools import accumulate
 import numpy as np
 
 from ..errors import ClusterError
-from ..layout import Mesh
+from ..layout import MOST_DEVICES, Mesh
 from .collective import Collective, MeasuredCollective, Span, collective_time
-from .device import Device
+from .device import USUAL_OVERLAP, Device
 from .link import Link, slowest
 
-USUAL_OVERLAP = 0.3
-"""Kernels and collectives of a GPU share its memory and some of its cores. Published throughputs say that it is so
-little (`bench/published.py`); it is not a measurement."""
+COLLECTIVE_PASSES = 2
+"""How often a collective touches memory for a byte that a device receives: it is written, and read to be sent on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class Cluster:
 
     between     what joins the groups, where that is slower than their own networks
     measured    collectives that were timed on it; they take the place of the formula
-    overlap     how much of an overlapped collective is hidden by kernels: 1 all, 0 nothing
+    overlap     how much of an overlapped collective is hidden by kernels: 1 all, 0 nothing; NaN: as its devices say
     meeting     seconds that ranks lose when they synchronize in a blocking collective, in addition to its own time
     about       where its facts come from, in words
     """
@@ -74,7 +73,7 @@ class Cluster:
     groups: tuple[NodeGroup, ...]
     between: Link | None = None
     measured: tuple[MeasuredCollective, ...] = ()
-    overlap: float = USUAL_OVERLAP
+    overlap: float = math.nan
     meeting: float = 0.0
     about: str = ""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the first rank of each group
@@ -82,6 +81,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ClusterError(f"the cluster {self.name!r} has no group of nodes")
+        if math.isnan(self.overlap):
+            object.__setattr__(self, "overlap", self.usual_overlap)
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"the cluster {self.name!r}: overlap is {self.overlap}; it must be in [0, 1]")
         if not 0 <= self.meeting < math.inf:
@@ -90,6 +91,8 @@ class Cluster:
         if len(set(keys)) != len(keys):
             raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")
         object.__setattr__(self, "_starts", (0, *accumulate(group.size for group in self.groups)))
+        if self.size > MOST_DEVICES:
+            raise ClusterError(f"the cluster {self.name!r} has {self.size} devices; there may be {MOST_DEVICES}")
 
     def __str__(self) -> str:
         return self.name
@@ -107,6 +110,11 @@ class Cluster:
     def memory(self) -> int:
         """Bytes that every device has: those of the smallest."""
         return min(group.node.device.memory for group in self.groups)
+
+    @property
+    def usual_overlap(self) -> float:
+        """That of the device that hides least, by the processors alone that a collective takes from kernels."""
+        return min(group.node.device.overlap for group in self.groups)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -142,6 +150,17 @@ class Cluster:
     def collective_time(self, kind: Collective, bytes: float, mesh: Mesh, axes: Iterable[str]) -> float:
         """Seconds until the last group of ranks along these axes is done, all of them talking at once."""
         return max(collective_time(kind, bytes, span, self.measured) for span in self.spans(mesh, axes))
+
+    def memory_share(self, span: Span, device: Device) -> float:
+        """The part of a device's memory bandwidth that a collective takes from kernels while it runs.
+
+        What was measured or set as overlap has it already, and of a device without an overlap of its own nothing is
+        known.
+        """
+        if self.overlap != self.usual_overlap or device.overlap == USUAL_OVERLAP or span.size == 1:
+            return 0.0
+        reached = device.bandwidth * device.fraction("copy", device.bandwidth)
+        return min(1.0, COLLECTIVE_PASSES * span.ring / reached)
 
     def _group(self, rank: int) -> int:
         if not 0 <= rank < self.size:

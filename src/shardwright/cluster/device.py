@@ -8,6 +8,8 @@ The time of an op is a roofline with the efficiency of its kind at its size:
                          pointwise; a device that does not say them has the efficiency of these. On a CPU they are much
                          slower.
 
+Fused attention has its own way with short sequences, masks and the backward pass: `AttentionPrice`.
+
 A matmul whose smallest side is `edge` reaches half of what the curve gives, one of large sides all of it: matmuls work
 in tiles, and fill and empty a pipeline along what they sum. Curves that were measured are of products as they are, with
 no edge.
@@ -32,6 +34,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 LIKE: dict[Kind, Kind] = {"convolution": "matmul", "function": "pointwise", "pooling": "pointwise"}
 """Kinds that a device need not say, and what they are like then."""
 
+USUAL_OVERLAP = 0.3
+"""Of a device that nothing is known of, such as a CPU, whose cores do both: a guess that `calibrate` replaces."""
+
 # Bytes of an element, by the names that torch has for dtypes.
 ITEM = {
     "float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8": 1,
@@ -53,8 +58,54 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPrice:
+    """How fused attention departs from its efficiency, which is that of long sequences where a query sees every key.
+
+    short       keys at which it reaches half of it
+    causal      the part of it that a causal one reaches, counting only the scores that are needed
+    diagonal    rows of a causal one that are computed together, so that half of their square on the diagonal is wasted
+    backward    the part of the forward rate that the five matmuls of backward reach
+    ramp        more keys than `short` that backward needs for half of its rate
+    masked      how many times slower the kernel is that takes a mask as a tensor
+    """
+
+    short: float = 0.0
+    causal: float = 1.0
+    diagonal: float = 128.0
+    backward: float = 0.8
+    ramp: float = 0.0
+    masked: float = 1.6
+
+    def __post_init__(self) -> None:
+        for what in ("short", "diagonal", "ramp"):
+            if not 0 <= getattr(self, what) < math.inf:
+                raise ClusterError(f"attention_kernel.{what} is {getattr(self, what)}; it must be zero or more tokens")
+        for what in ("causal", "backward", "masked"):
+            if not 0 < getattr(self, what) < math.inf:
+                raise ClusterError(f"attention_kernel.{what} is {getattr(self, what)}; it must be a positive number")
+
+    def forward_work(
+        self, flops: float, keys: float, *, seen: float = 1.0, edges: int = 0, mask: bool = False
+    ) -> float:
+        """The flops of a long attention without a mask that take as long as `flops`, those of all pairs.
+
+        seen    the share of pairs that are needed: half if causal
+        edges   how many diagonals bound them: one if causal, two with a window
+        """
+        work = flops * (1.0 + self.short / keys) * min(1.0, seen + 0.5 * edges * self.diagonal / keys)
+        return work / (self.causal if edges else 1.0) * (self.masked if mask else 1.0)
+
+    def backward_part(self, keys: float) -> float:
+        """How many times as long as forward backward takes: 5 matmuls for 2."""
+        return 2.5 / self.backward * (1.0 + self.ramp / keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a device can do: peak flops per second by dtype, bytes of memory, its peak bytes per second."""
+    """What a device can do: peak flops per second by dtype, bytes of memory, its peak bytes per second.
+
+    overlap     the part of its processors that kernels keep while a collective runs
+    """
 
     name: str
     flops: tuple[tuple[str, float], ...]
@@ -62,6 +113,8 @@ class Device:
     bandwidth: float
     efficiency: tuple[Efficiency, ...] = field(repr=False)
     edge: float = 0.0
+    attention: AttentionPrice = AttentionPrice()
+    overlap: float = USUAL_OVERLAP
     _peaks: dict[str, float] = field(init=False, repr=False, compare=False)
     _curves: dict[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)  # computed once, read often
 
@@ -76,6 +129,8 @@ class Device:
                 raise ClusterError(f"{named}: {what} is {value}; it must be a positive number")
         if not 0 <= self.edge < math.inf:
             raise ClusterError(f"{named}: edge is {self.edge}; it must be zero or more elements")
+        if not 0 <= self.overlap <= 1:
+            raise ClusterError(f"{named}: overlap is {self.overlap}; it must be in [0, 1]")
         if len(dict(self.flops)) != len(self.flops):
             raise ClusterError(f"{named} gives the flops of a dtype twice")
         keys = [(item.kind, item.dtype) for item in self.efficiency]

@@ -9,12 +9,14 @@
         memory: 79.1 GiB
         bandwidth: 1.8 TB/s
         efficiency: {matmul: 0.7, copy: {65536: 0.1, 16777216: 0.8}}    # a fraction, or fractions by size
+        attention: {causal: 0.9, backward: 0.87}    # how fused attention departs from its efficiency
+        overlap: 0.8                  # the part of its processors that kernels keep beside a collective
     links:
       slow: {bandwidth: 20 GB/s, latency: 8 us, efficiency: 0.9, pair: 10 GB/s}
     groups:
       - {nodes: 2, devices: 8, device: A100-slow, inside: slow, network: 4xinfiniband-100}
     between: ethernet-100             # from group to group, if slower than their own networks; may be left out
-    overlap: 0.3                      # how much of a collective is hidden by kernels that run meanwhile
+    overlap: 0.3                      # how much of a collective kernels hide, instead of what follows from the devices
     meeting: 2 us                     # what ranks lose when they meet in a collective that they wait for
     measured:                         # written by `shardwright calibrate`
       - {kind: all_reduce, ranks: [8], seconds: {1024: 20e-6, 1048576: 45e-6}}
@@ -24,17 +26,19 @@ Everything is checked, and all faults are reported together with the keys that t
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from ..errors import ClusterError, raise_all
+from ..formats import read_yaml
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS
-from .cluster import USUAL_OVERLAP, Cluster
+from .cluster import Cluster
 from .curve import Curve
-from .device import Device
+from .device import USUAL_OVERLAP, AttentionPrice, Device
 from .link import Link
 from .name import parse
 from .schema import VERSION, ClusterReader, largest_node
@@ -51,12 +55,7 @@ def find(text: str | Path) -> Cluster:
 
 def load(path: str | Path) -> Cluster:
     """The cluster in a YAML file."""
-    try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=StrictLoader)
-    except OSError as error:
-        raise ClusterError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path} is not YAML: {error}") from error
+    data = read_yaml(path, ClusterError)
     reader = ClusterReader()
     cluster = reader.cluster(data, Path(path).stem)
     raise_all(ClusterError, f"{path} does not describe a cluster:", reader.faults)
@@ -67,19 +66,6 @@ def save(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster so that `load` gives it back."""
     text = yaml.safe_dump(to_data(cluster), sort_keys=False, default_flow_style=None, width=110)
     Path(path).write_text(HEADER + text, encoding="utf-8")
-
-
-class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain data only, and no key twice: YAML would keep the last without a word."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            value = self.construct_object(key, deep=True)
-            if isinstance(value, str | int | float) and value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {value!r} is there twice", key.start_mark)
-            seen.add(str(value) if isinstance(value, list | dict) else value)
-        return super().construct_mapping(node, deep=deep)
 
 
 def to_data(cluster: Cluster) -> dict[str, Any]:
@@ -104,7 +90,7 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
     ]  # fmt: skip
     if cluster.between is not None:
         data["between"] = cluster.between.name
-    if cluster.overlap != USUAL_OVERLAP:
+    if cluster.overlap != cluster.usual_overlap:
         data["overlap"] = cluster.overlap
     if cluster.meeting:
         data["meeting"] = quantity.write(cluster.meeting, "seconds")
@@ -140,13 +126,21 @@ def _device(device: Device) -> dict[str, Any]:
             efficiency.setdefault(item.kind, {})[item.dtype] = _curve(item.curve)
         else:
             efficiency[item.kind] = _curve(item.curve)
-    data = {
+    data: dict[str, Any] = {
         "flops": {dtype: quantity.write(peak, "flops") for dtype, peak in device.flops},
         "memory": quantity.write(device.memory, "bytes"),
         "bandwidth": quantity.write(device.bandwidth, "bytes/s"),
         "efficiency": efficiency,
     }
-    return data | {"edge": quantity.write(device.edge, "number")} if device.edge else data
+    if device.edge:
+        data["edge"] = quantity.write(device.edge, "number")
+    usual = asdict(AttentionPrice())
+    kernel = {key: value for key, value in asdict(device.attention).items() if value != usual[key]}
+    if kernel:
+        data["attention"] = kernel
+    if device.overlap != USUAL_OVERLAP:
+        data["overlap"] = device.overlap
+    return data
 
 
 def _link(link: Link) -> dict[str, Any]:

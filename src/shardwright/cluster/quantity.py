@@ -18,13 +18,14 @@ UNITS: dict[Measure, dict[str, float]] = {
     "number": {},
 }
 WRITTEN: dict[Measure, str] = {"bytes": "GiB", "bytes/s": "GB/s", "seconds": "us", "flops": "TFLOPS"}
+LARGEST = 1e30  # no byte, flop or second is meant by more
 _TEXT = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-z/]*)\s*")
 
 
 def read(value: Any, measure: Measure) -> float:
     """The number that was written, in bytes, seconds or per second; ValueError if it is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
+        number = float(value) if abs(value) < 2**1000 else math.inf
     else:
         match = _TEXT.fullmatch(value) if isinstance(value, str) else None
         units = {"": 1.0} | UNITS[measure]
@@ -37,6 +38,8 @@ def read(value: Any, measure: Measure) -> float:
             raise ValueError(f"{value!r} is not a number") from None
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not finite")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{value!r} is more than {LARGEST:g}")
     return number
 
 

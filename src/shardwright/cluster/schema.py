@@ -6,16 +6,20 @@ must raise if there are faults.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from ..errors import ClusterError
+from ..formats import show
+from ..layout import MOST_DEVICES
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS, USUAL, unknown
-from .cluster import USUAL_OVERLAP, Cluster, Node, NodeGroup
+from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, MeasuredCollective
 from .curve import Curve
-from .device import ITEM, KINDS, Device, Efficiency
+from .device import ITEM, KINDS, USUAL_OVERLAP, AttentionPrice, Device, Efficiency
 from .link import Link
 from .quantity import Measure
 
@@ -25,6 +29,8 @@ T = TypeVar("T")
 CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "between", "overlap", "meeting",
                 "measured")  # fmt: skip
 DEVICE_KEYS = ("flops", "memory", "bandwidth", "efficiency")
+OPTIONAL_DEVICE_KEYS = ("edge", "attention", "overlap")
+ATTENTION_KEYS = tuple(field.name for field in fields(AttentionPrice))
 LINK_KEYS: dict[str, Measure] = {
     "bandwidth": "bytes/s", "latency": "seconds", "efficiency": "number", "pair": "bytes/s",
 }  # fmt: skip
@@ -65,7 +71,7 @@ class ClusterReader:
         between = self.network(data["between"], largest_node(groups), "between") if "between" in data else None
         rows = self.rows(data["measured"], "measured") if "measured" in data else []
         measured = [self.table(item, f"measured[{place}]") for place, item in enumerate(rows)]
-        overlap = self.number(data.get("overlap", USUAL_OVERLAP), "number", "overlap")
+        overlap = self.number(data["overlap"], "number", "overlap") if "overlap" in data else math.nan
         meeting = self.number(data.get("meeting", 0.0), "seconds", "meeting")
         name, about = self.text(data.get("name", name), "name"), self.text(data.get("about", ""), "about")
         return self.build("the file", 0, A_CLUSTER, lambda: Cluster(
@@ -75,7 +81,7 @@ class ClusterReader:
 
     def device(self, data: Any, at: str, name: str) -> Device:
         before = len(self.faults)
-        if not self.has_keys(data, at, ("like", *DEVICE_KEYS, "edge")):
+        if not self.has_keys(data, at, ("like", *DEVICE_KEYS, *OPTIONAL_DEVICE_KEYS)):
             return A_DEVICE
         like = self.named(data["like"], f"{at}.like", {}, catalogue.device, A_DEVICE) if "like" in data else None
         missing = [key for key in DEVICE_KEYS if key not in data]
@@ -93,10 +99,20 @@ class ClusterReader:
         memory = self.number(data.get("memory", base.memory), "bytes", f"{at}.memory")
         bandwidth = self.number(data.get("bandwidth", base.bandwidth), "bytes/s", f"{at}.bandwidth")
         edge = self.number(data.get("edge", like.edge if like else 0.0), "number", f"{at}.edge")
+        kernel = self.attention(data.get("attention", {}), f"{at}.attention", like.attention if like else None)
+        overlap = self.number(data.get("overlap", like.overlap if like else USUAL_OVERLAP), "number", f"{at}.overlap")
         return self.build(at, before, A_DEVICE, lambda: Device(
             name=name, flops=flops if "flops" in data else base.flops, memory=int(memory), bandwidth=bandwidth,
-            efficiency=(*efficiency, *inherited), edge=edge,
+            efficiency=(*efficiency, *inherited), edge=edge, attention=kernel, overlap=overlap,
         ))  # fmt: skip
+
+    def attention(self, data: Any, at: str, like: AttentionPrice | None) -> AttentionPrice:
+        """How a device's attention departs from its efficiency; what is not said is as in `like`."""
+        before, base = len(self.faults), like or AttentionPrice()
+        if not self.has_keys(data, at, ATTENTION_KEYS):
+            return base
+        numbers = {key: self.number(value, "number", f"{at}.{key}") for key, value in data.items()}
+        return self.build(at, before, base, lambda: AttentionPrice(**{**asdict(base), **numbers}))
 
     def efficiency(self, data: Any, at: str) -> tuple[Efficiency, ...]:
         """For each kind of op a curve, or curves by dtype."""
@@ -189,7 +205,7 @@ class ClusterReader:
 
     def has_keys(self, data: Any, at: str, keys: Iterable[str], needed: Iterable[str] = ()) -> bool:
         if not isinstance(data, dict):
-            self.fault(at, f"{data!r} is not a mapping of keys to values")
+            self.fault(at, f"{show(data)} is not a mapping of keys to values")
             return False
         wrong = [key for key in data if key not in keys]
         missing = [key for key in needed if key not in data]
@@ -201,13 +217,13 @@ class ClusterReader:
 
     def entries(self, data: Any, at: str) -> list[tuple[str, Any]]:
         if not isinstance(data, dict):
-            self.fault(at, f"{data!r} is not a mapping of names to facts")
+            self.fault(at, f"{show(data)} is not a mapping of names to facts")
             return []
         return [(str(key), value) for key, value in data.items()]
 
     def rows(self, data: Any, at: str) -> list[Any]:
         if not isinstance(data, list) or not data:
-            self.fault(at, f"{data!r} is not a list with at least one entry")
+            self.fault(at, f"{show(data)} is not a list with at least one entry")
             return []
         return data
 
@@ -219,12 +235,12 @@ class ClusterReader:
             return 1.0
 
     def count(self, value: Any, at: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.fault(at, f"{value!r} is not a number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DEVICES:
+            self.fault(at, f"{show(value)} is not a number from 1 to {MOST_DEVICES}")
             return 1
         return value
 
     def text(self, value: Any, at: str) -> str:
         if not isinstance(value, str):
-            self.fault(at, f"{value!r} is not text")
+            self.fault(at, f"{show(value)} is not text")
         return str(value)

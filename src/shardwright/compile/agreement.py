@@ -44,9 +44,7 @@ def check_programs(here: World, graph: Graph, plan: Plan, generated: Sequence[Ge
     programs = [program.program.title or "program" for program in generated]
     analysis = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
     analysis |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
-    analysis |= {
-        title: code_digest(program.path.read_text()) for title, program in zip(programs, generated, strict=True)
-    }
+    analysis |= {title: code_digest(program.text) for title, program in zip(programs, generated, strict=True)}
     remedy = (
         "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone "
         "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "

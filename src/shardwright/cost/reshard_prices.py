@@ -124,6 +124,7 @@ class ClusterPrices(ReshardPrices):
         self.traits = backend_traits(self.device.name, cluster.nodes)
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._copies: dict[float, float] = {}
+        self._shares: dict[tuple[str, ...], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {}
 
     def spans(self, axes: tuple[str, ...]) -> tuple[Span, ...]:
@@ -142,6 +143,12 @@ class ClusterPrices(ReshardPrices):
 
     def waited(self, kind: Collective, bytes: float, axes: Sequence[str]) -> float:
         return self.collective(kind, bytes, axes) + self.cluster.meeting
+
+    def memory_share(self, axes: tuple[str, ...]) -> float:
+        """The part of the memory's bandwidth that kernels lose to a collective over axes that runs beside them."""
+        if axes not in self._shares:
+            self._shares[axes] = max(self.cluster.memory_share(span, self.device) for span in self.spans(axes))
+        return self._shares[axes]
 
     def between(self, kind: Collective, bytes: float, axes: tuple[str, ...], gradient: bool) -> float:
         if self.in_time.isdisjoint(axes):

@@ -2,7 +2,8 @@
 
     product      flops / (peak x what a product of this size and shape reaches), or its bytes if they take longer;
                  backward one such product for each input that has a gradient
-    attention    the same with the efficiency of fused attention; backward is 5 products where forward has 2
+    attention    the same with the efficiency of fused attention, as its kernel has it for short sequences, masks and
+                 backward (`AttentionPrice`), which is 5 products where forward has 2
     the rest     bytes / (bandwidth x what kernels reach), bytes being passes over inputs and outputs (`OpSpec.passes`)
     views        nothing, except for what their backward must write
 
@@ -16,7 +17,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
+from ..ir import MaskStructure
 from ..ops import Kernel, spec_of
+from ..ops.attention import STRUCTURED
 from ..ops.contexts import LocalCall, LocalTensor
 from ..ops.user_calls import OPAQUE
 
@@ -33,15 +36,6 @@ FREE = OpTime(0.0, 0.0)
 
 LARGE = 1e9
 """The side of a product that nothing is known of."""
-
-BLOCK = 128
-"""Rows of attention that are computed together; on the diagonal of a causal one half of a block is wasted."""
-
-ATTENTION_BACKWARD = 2.5 / 0.80
-"""5 products for 2, at a lower rate: more is read, and gradients of queries are added up from many blocks."""
-
-MASKED = 1.6
-"""With a mask there is no flash attention; the kernel that takes one is slower by this."""
 
 
 def op_time(call: LocalCall, device: Device) -> OpTime:
@@ -123,15 +117,21 @@ def _smallest_side(call: LocalCall) -> float:
 
 
 def _attention(call: LocalCall, device: Device) -> OpTime:
-    """Fused. A causal one skips the blocks above the diagonal."""
-    flops, extra = call.flops, 1.0
-    if call.op.argument("is_causal"):
-        length = max(1.0, flops / (4.0 * max(1.0, call.inputs[0].elements)))  # of the keys
-        flops *= min(1.0, 0.5 + 0.5 * BLOCK / length)
-    if call.op.tensor("attn_mask") is not None:
-        extra = MASKED
-    forward = extra * _product_time(call, device, "attention", flops)
-    return OpTime(forward, ATTENTION_BACKWARD * forward if call.gradient else 0.0)
+    """Fused. A causal one skips the blocks above the diagonal, one with a window those before it too."""
+    kernel, structured = device.attention, call.op.target == STRUCTURED
+    keys = max(1.0, call.flops / (4.0 * max(1.0, call.inputs[0].elements)))
+    seen, edges = _seen(call, round(keys)) if structured else (0.5, 1) if call.op.argument("is_causal") else (1.0, 0)
+    mask = structured or call.op.tensor("attn_mask") is not None
+    work = kernel.forward_work(call.flops, keys, seen=seen, edges=edges, mask=mask)
+    forward = _product_time(call, device, "attention", work)
+    return OpTime(forward, kernel.backward_part(keys) * forward if call.gradient else 0.0)
+
+
+def _seen(call: LocalCall, length: int) -> tuple[float, int]:
+    """The share of pairs in reach, as if there were as many queries as keys, and how many diagonals bound it."""
+    limits = {name: call.op.argument(name) for name in ("before", "after")}
+    reach = MaskStructure(**limits, prefix=call.op.argument("prefix", 0))
+    return reach.pairs(length, length) / length**2, sum(limit is not None for limit in limits.values())
 
 
 # -- what goes over memory

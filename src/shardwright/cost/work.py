@@ -10,9 +10,10 @@ from ..rules import Analysis, OpCall, Signature
 
 
 def is_matmul(signature: Signature) -> bool:
-    if not signature.op.target.startswith("aten."):  # a custom op that sums something is taken for a matmul
+    spec = spec_of(signature.op.target)
+    if not signature.op.target.startswith("aten.") and spec.kernel is None:  # one that sums something is taken for one
         return has_experts(signature.op) or bool(signature.rule and signature.rule.sums)
-    return spec_of(signature.op.target).is_matmul
+    return spec.is_matmul
 
 
 def flops(signature: Signature) -> float:

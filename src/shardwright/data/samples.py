@@ -44,6 +44,13 @@ def combine_seeds(*numbers: int) -> int:
     return text_digest(" ".join(map(str, numbers)))
 
 
+def shuffled(size: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
+    """An order of `size` samples, equal on every rank: of the seed and the epoch, or as they are."""
+    if not shuffle:
+        return torch.arange(size)
+    return torch.randperm(size, generator=torch.Generator().manual_seed(combine_seeds(seed, epoch)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShare:
     """The share of replica `rank` of `ranks` in a global batch."""
@@ -111,9 +118,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     def order(self) -> torch.Tensor:
         """All samples in the order of this epoch, equal on every rank."""
-        if not self.shuffle:
-            return torch.arange(self.size)
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(combine_seeds(self.seed, self.epoch)))
+        return shuffled(self.size, self.shuffle, self.seed, self.epoch)
 
     def count_at(self, start: int) -> int:
         """The size of the global batch that begins at this sample; 0 at the end."""

@@ -54,7 +54,7 @@ class Stream(IterableDataset[StreamShare]):
     @property
     def has_state(self) -> bool:
         """Whether the dataset can save its position."""
-        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        return has_state(self.dataset)
 
     def __iter__(self) -> Iterator[StreamShare]:
         worker = get_worker_info()
@@ -85,6 +85,11 @@ class Stream(IterableDataset[StreamShare]):
             dataset_state = self.dataset.state_dict()  # type: ignore[attr-defined]
             state = {"ended": total < self.sharing.batch, "dataset": copy.deepcopy(dataset_state)}
         return StreamShare(rows=samples, like=batch[0], total=total, padding=padding, state=state)
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether a stream can save its position."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def is_stream(dataset: Any) -> bool:

@@ -28,6 +28,7 @@ from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults, module_faults
+from .outline import outline_faults
 
 IMPORTS = frozenset({"torch", "F", "runtime", "comm", "shard", "local_size", "R", "ParameterEntry", "Program"})
 """What files import, as far as they read it. Nothing else may have such a name."""
@@ -41,6 +42,8 @@ def validate(program: LoweredProgram, text: str) -> None:
     try:
         with _PARSING:
             tree = ast.parse(text)
+        for fault in outline_faults(tree):
+            raise ValueError(f"{fault}, which is nothing that is written there")
         _compare(program, tree)
     except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise LoweringError(
@@ -306,6 +309,8 @@ class _TextReader:
         """A line of one op, or of several: `x.view(b, S, D).transpose(1, 2)` is a view, and then its transpose."""
         shown = value.func if isinstance(value, ast.Call) else value
         inner = shown.value if isinstance(shown, ast.Attribute | ast.Subscript) else None
+        if isinstance(inner, ast.Call) and dotted(inner.func).startswith("runtime."):
+            inner = None  # one of its results, no view of them
         if isinstance(inner, ast.Call | ast.Subscript) and scope.value(inner) is None:
             (scope.chained[id(inner)],) = self.chain(node, inner, scope).outputs
         op = self.op(node, value, scope)

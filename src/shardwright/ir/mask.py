@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,18 @@ class MaskStructure:
         """Whether a query sees the keys up to its own place, and nothing else is said."""
         return self == MaskStructure(after=0)
 
+    def pairs(self, queries: int, keys: int) -> int:
+        """How many pairs of a query and a key see each other by their positions; documents and padding are data."""
+        return _pairs(queries, keys, self.before, self.after, self.prefix)
+
+    def sees_in_every_row(self, queries: int, keys: int) -> bool:
+        """Whether each query sees a key, whatever the data is. A document has at least the query itself."""
+        if self.padding:
+            return False
+        if self.documents is not None:
+            return queries <= keys and (self.before or 0) >= 0 and (self.after or 0) >= 0
+        return _smallest_reach(queries, keys, self.before, self.after, self.prefix) > 0
+
     def renamed(self, names: Mapping[str, str]) -> MaskStructure:
         """With other names of the values that it speaks of."""
 
@@ -55,3 +68,19 @@ class MaskStructure:
         if self.padding:
             parts.append(f"padded keys by {', '.join(self.padding)}")
         return ", ".join(parts) or "full"
+
+
+@lru_cache(maxsize=1024)
+def _pairs(queries: int, keys: int, before: int | None, after: int | None, prefix: int) -> int:
+    return sum(max(0, _reach(query, keys, before, after, prefix)) for query in range(queries))
+
+
+@lru_cache(maxsize=1024)
+def _smallest_reach(queries: int, keys: int, before: int | None, after: int | None, prefix: int) -> int:
+    return min((_reach(query, keys, before, after, prefix) for query in range(queries)), default=0)
+
+
+def _reach(query: int, keys: int, before: int | None, after: int | None, prefix: int) -> int:
+    """How many keys are in the reach of a query; below 0 for none."""
+    stop = keys if after is None else min(keys, max(query + after + 1, prefix))
+    return stop - (0 if before is None else max(0, query - before))

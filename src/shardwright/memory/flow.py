@@ -9,6 +9,7 @@ of torch and of the runtime do on a CPU; kernels for other devices have less wor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -36,15 +37,16 @@ class Flow:
     back: tuple[GradientFlow, ...]
 
 
-def flow(call: LocalCall, signature: Signature) -> Flow:
-    """The work of a call, and the way of its gradients."""
+def flow(call: LocalCall, signature: Signature, flat: Sequence[bool] | None = None) -> Flow:
+    """The work of a call, and the way of its gradients. `flat`: whether inputs lie in one run (`Strides.flat`)."""
     spec = spec_of(call.op.target)
+    ways = spec.back.split()
     back = tuple(
-        _back(spec.back, tensor, call.outputs[0].elements) if tensor.gradient else GradientFlow.NONE
-        for tensor in call.inputs
+        _back(ways[min(at, len(ways) - 1)], tensor, call.outputs[0].elements) if tensor.gradient else GradientFlow.NONE
+        for at, tensor in enumerate(call.inputs)
     )
     if callable(spec.work):
-        forward, backward = spec.work(call, signature)
+        forward, backward = spec.work(call, signature, flat)
     else:
         forward, backward = (factor * call.outputs[0].bytes if call.outputs else 0.0 for factor in spec.work)
     return Flow(forward, backward, back)

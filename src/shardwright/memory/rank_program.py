@@ -19,7 +19,7 @@ from ..cost.strides import strides_of
 from ..cost.training import ON_CPU, BackendTraits, TrainingSetup
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
-from ..ir.paths import layer_of, word_of
+from ..ir.paths import word_of
 from ..layout import REPLICATE, Layout
 from ..lower import LoweredProgram, reshard_kind
 from ..lower.program import graph_value
@@ -30,6 +30,7 @@ from ..ops.contexts import SavedForBackward
 from ..ops.views import follows_view
 from ..storage import Replicated, Storage
 from .flow import Flow, GradientFlow, ReshardMemory, flow, reshard_memory
+from .methods import method_scopes
 
 FRESH, NONE = GradientFlow.FRESH, GradientFlow.NONE
 
@@ -44,6 +45,7 @@ class RankTensor:
     word: str = ""  # what generated code calls it; nothing for a view that has no name
     parameter: str | None = None
     fixed: bool = False  # lives for ever: a parameter, an input, a constant
+    beside: float = 0.0  # bytes of its storage that it does not use
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,7 @@ class RankStep:
     shares: bool = False
     region: str | None = None
     gradient: bool = True
+    strided: bool = True  # whether its backward reads expanded gradients as they are
     scope: str = ""  # the layer that it is in, whose names go when its method returns
 
 
@@ -136,6 +139,7 @@ class ProgramReader:
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
         self.known: dict[object, OpMemory] = {}  # ops that are alike are looked at once
         self.reads = Counter(name for op in program.body for name in op.inputs)
+        self.scopes = method_scopes(program)
         self.result = RankProgram()
 
     def run(self) -> RankProgram:
@@ -234,6 +238,8 @@ class ProgramReader:
             fresh = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
             return self._run(op, inputs, outputs, fresh, gradient=FRESH in fresh)
         memory = self._look_at(op)
+        if spec_of(op.target).keeps_storage and not self.values[op.outputs[0]].shape:
+            self.result.tensors[outputs[0]].beside = self.result.tensors[inputs[0]].bytes
         saved = [*compress(inputs, memory.saved.inputs), *compress(outputs, memory.saved.outputs)]
         back = memory.flow.back
         if len(op.inputs) > len(back):  # a folded bias, or a count
@@ -250,11 +256,12 @@ class ProgramReader:
             shares=op.name in self.strides.views,
             region=op.region,
             gradient=memory.gradient,
-            scope=layer_of(op.module_path),
+            strided=spec_of(op.target).strided,
+            scope=self.scopes[op.name],
         )
 
     def _run(self, op: Op, inputs: list[int], outputs: list[int], back: list[GradientFlow], **memory: Any) -> RankStep:
-        return RankStep(op.name, inputs, outputs, back, region=op.region, scope=layer_of(op.module_path), **memory)
+        return RankStep(op.name, inputs, outputs, back, region=op.region, scope=self.scopes[op.name], **memory)
 
     def _look_at(self, op: Op) -> OpMemory:
         """What is saved of an op, what its work is, and whether it has a backward."""
@@ -270,7 +277,7 @@ class ProgramReader:
             if len(op.outputs) != len(own.outputs):  # those of its results that the rank has
                 left = zip(own.outputs, saved.outputs, strict=True)
                 saved = replace(saved, outputs=tuple(is_saved for name, is_saved in left if name in op.outputs))
-            self.known[key] = OpMemory(saved, flow(call, signature), call.gradient)
+            self.known[key] = OpMemory(saved, flow(call, signature, flat), call.gradient)
         return self.known[key]
 
     def _reshard_memory(self, op: Op) -> ReshardMemory:
@@ -292,7 +299,7 @@ class ProgramReader:
             shares=memory.shares or bool(op.argument("in_place")),
             region=op.region,
             gradient=gradient,
-            scope=layer_of(op.module_path),
+            scope=self.scopes[op.name],
         )
 
     def _linears(self, op: Op, inputs: list[int], outputs: list[int]) -> RankStep:

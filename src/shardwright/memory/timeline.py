@@ -90,6 +90,12 @@ class MemoryTimeline:
             if step.region is not None:
                 self.regions.setdefault(step.region, []).append(at)
         self.region_inputs: dict[str, list[int]] = {}
+        computed = {number for step in self.steps for number in step.outputs}
+        self.losses = [
+            number
+            for number in dict.fromkeys(program.outputs)
+            if self.tensors[number].gradient and not self.tensors[number].shape and number in computed
+        ]
         self.buckets = GradientBuckets(parameters, self.heap, training, traits)
         self.units = Zero3Units(parameters, self.steps, self.heap, traits)
 
@@ -112,8 +118,8 @@ class MemoryTimeline:
             for number in self.dead[at]:
                 self.heap.drop(self.store[number])
             self.units.after(at)
-        for number in dict.fromkeys(self.program.outputs):  # the user reads the loss, and lets the rest go
-            if not self.tensors[number].fixed and self.store[number] >= 0:
+        for number in dict.fromkeys(self.program.outputs):  # the user holds the loss, and releases the rest
+            if not self.tensors[number].fixed and self.store[number] >= 0 and number not in self.losses:
                 self.heap.drop(self.store[number])
 
     def _enter(self, region: str) -> None:
@@ -134,7 +140,7 @@ class MemoryTimeline:
             if step.shares:
                 store[number] = heap.hold(store[step.inputs[0]])
             else:
-                store[number] = heap.new(self.tensors[number].bytes, ACTIVATION)
+                store[number] = heap.new(self.tensors[number].bytes + self.tensors[number].beside, ACTIVATION)
         keeps = keeps and step.gradient
         saved = [heap.hold(store[number]) for number in step.saved] if keeps else []
         if keeps and step.extra:
@@ -162,7 +168,7 @@ class MemoryTimeline:
         heap = self.heap
         heap.phase = "backward"
         outputs = [n for n in dict.fromkeys(self.program.outputs) if self.tensors[n].gradient]
-        for number in [n for n in outputs if not self.tensors[n].shape] or outputs:
+        for number in self.losses or outputs:
             self.gradients[number] = heap.new(self.tensors[number].bytes, ACTIVATION)
         for at in range(len(self.steps) - 1, -1, -1):
             step = self.steps[at]
@@ -174,6 +180,8 @@ class MemoryTimeline:
             if step.region is not None and self.regions[step.region][0] == at:
                 for storage in self.region_inputs.pop(step.region):
                     heap.drop(storage)
+        for number in self.losses:
+            heap.drop(self.store[number])
         self.buckets.end()
         self.units.end()
 
@@ -189,7 +197,8 @@ class MemoryTimeline:
                 elif how is not GradientFlow.NONE:
                     size = self.tensors[number].bytes if how is GradientFlow.FRESH else 0.0
                     produced.append((number, heap.new(size, GRADIENT if number in self.of_parameter else ACTIVATION)))
-            heap.touch(step.backward_work)
+            dense = 0.0 if step.strided or heap.size[arrived[0]] else self.tensors[step.outputs[0]].bytes
+            heap.touch(step.backward_work + dense)  # a gradient that a sum has expanded is copied first
         for storage in (*self.saved.pop(at, ()), *arrived):
             heap.drop(storage)
         for number, storage in produced:
@@ -206,7 +215,7 @@ class MemoryTimeline:
         if old is None:
             self.gradients[number] = storage
             return
-        if self.heap.refs[old] > 1:
+        if self.heap.refs[old] > 1 or self.heap.size[old] < self.tensors[number].bytes:  # shared, or expanded
             fresh = self.heap.new(self.tensors[number].bytes, self.heap.kind[old])
             self.heap.drop(old)
             self.gradients[number] = fresh

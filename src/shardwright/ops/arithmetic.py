@@ -61,14 +61,15 @@ def saved_quotient(call: LocalCall, signature: Signature, flat: Sequence[bool] |
     return "" if len(call.inputs) < 2 else "0 1" if call.inputs[1].gradient else "1"
 
 
-ADDED = {"keeps_order": True, "saved": "", "back": "pass_same", "passes": PASSED_ON, "work": stretched_work()}
+STRIDED = {"keeps_order": True, "strided": True}
+ADDED = {"saved": "", "passes": PASSED_ON, "work": stretched_work(), **STRIDED}
 define("add", rule={"Tensor": add, "Scalar": plain}, operator={"Tensor": "+", "Scalar": "+"},
-       canonical={"Tensor": drop_neutral(0)}, unsaid={"alpha": 1}, **ADDED)  # fmt: skip
+       canonical={"Tensor": drop_neutral(0)}, unsaid={"alpha": 1}, back="pass_same", **ADDED)  # fmt: skip
 define("sub", rule={"Tensor": add, "Scalar": plain}, operator={"Tensor": "-", "Scalar": "-"},
-       canonical={"Tensor": drop_neutral(0)}, unsaid={"alpha": 1}, **ADDED)  # fmt: skip
-define("rsub", rule={"Tensor": reverse_subtract, "Scalar": plain}, **ADDED)
+       canonical={"Tensor": drop_neutral(0)}, unsaid={"alpha": 1}, back="pass_same fresh", **ADDED)  # fmt: skip
+define("rsub", rule={"Tensor": reverse_subtract, "Scalar": plain}, back="fresh pass_same", **ADDED)
 define("mul", rule={"Tensor": multiply, "Scalar": linear_unary}, operator={"Tensor": "*", "Scalar": "*"},
-       canonical={"Tensor": drop_neutral(1)}, keeps_order=True, saved=saved_product, work=stretched_work())  # fmt: skip
+       canonical={"Tensor": drop_neutral(1)}, saved=saved_product, work=stretched_work(), **STRIDED)  # fmt: skip
 define("div", rule={"Tensor": divide, "Scalar": linear_unary, "Tensor_mode Scalar_mode": plain},
-       operator={"Tensor": "/", "Scalar": "/"}, canonical={"Tensor": drop_neutral(1)}, keeps_order=True,
-       saved=saved_quotient, work=stretched_work(1.0))  # fmt: skip
+       operator={"Tensor": "/", "Scalar": "/"}, canonical={"Tensor": drop_neutral(1)},
+       saved=saved_quotient, work=stretched_work(2.0), **STRIDED)  # fmt: skip

@@ -3,6 +3,9 @@
     g, r    heads: groups, and the queries' heads in a group
     s       queries; every rank has all keys and values, gathered before
     t       keys, and the queries with them: keys and values travel from rank to rank (ring attention)
+
+`STRUCTURED` is attention that has a few numbers, and values for documents and padding, in place of a mask
+(`ir.MaskStructure`, `runtime/algorithms/attention.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..ir import Op
-from ..layout import Mesh
+from ..layout import Mesh, join_shards
 from ..rules.notation import Rule, parse
 from ..rules.registry import OpCall, letters
 from ..rules.signature import Signature
@@ -23,6 +26,14 @@ from .printing import Printing, axes_text, plain
 from .random import groups_of_splits, print_splits
 from .reading import Arguments, read_form
 from .spec import Kernel, define
+
+STRUCTURED = "shardwright.attention.default"
+"""Attention with a structure in place of a mask."""
+
+LIMITS = ("is_causal", "before", "after", "prefix")
+DATA = ("attn_mask", "query_documents", "key_documents", "padding", "scale")
+PLACED = ("query", "key", "value", *LIMITS, *DATA)
+"""What attention on shards of a sequence is called with; heads in groups show by their shapes."""
 
 
 def attention(call: OpCall) -> Rule | None:
@@ -38,8 +49,9 @@ def attention(call: OpCall) -> Rule | None:
     query_heads, key_heads = q[-3], k[-3]
     grouped = query_heads != key_heads
     heads = "(g r)" if grouped else "g"
-    causal = bool(call.op.argument("is_causal", False))
-    s = "s=queries" if causal else "s"
+    causal = bool(call.op.argument("is_causal", False)) or call.op.argument("after") is not None
+    windowed = call.op.argument("before") is not None
+    s = "s=queries" if causal or windowed else "s"
     mask = call.tensor("attn_mask")
     whole = call.op.argument("dropout_p", 0.0) or (mask is not None and mask.gradient) or not call.inputs[0].floating
     t = "t^" if whole or len(q) != 4 else "t=ring@s"
@@ -47,7 +59,12 @@ def attention(call: OpCall) -> Rule | None:
     terms = [f"{row} {heads} {s} e^", f"{row} g {t} e^", f"{row} g {t} d^"]
     if mask is not None:
         terms.append(_mask_term(mask.shape, call.outputs[0].shape, lead, heads, s))
-    rule = parse(f"{', '.join(terms)} -> {row} {heads} {s} d^").with_triangular("st" if causal else ())
+    for name, places in (("query_documents", s), ("key_documents", str(k[-2])), ("padding", str(k[-2]))):
+        data = call.tensor(name)
+        if data is not None:
+            terms.append(f"{row if data.shape[0] == q[0] else '1'} {places}")
+    rule = parse(f"{', '.join(terms)} -> {row} {heads} {s} d^")
+    rule = rule.with_triangular("st" if causal and not windowed else ())  # a window is as wide everywhere
     return rule.with_sizes({"g": key_heads, "r": query_heads // key_heads} if grouped else {})
 
 
@@ -66,13 +83,15 @@ def local_attention(program: ProgramOnRank, op: Op) -> Op:
         return replace(op, target="runtime.attention").with_arguments(op_key=op.name, splits=where)
     keys = program.layouts[op.inputs[1]].shards[-2]
     queries = tuple((dim, shard) for dim, shard in where if dim == len(program.layouts[op.outputs[0]].shards) - 2)
-    if not keys and not (queries and op.argument("is_causal", False)):
+    rule = program.analysis.signatures[op.name].rule
+    if not keys and not (queries and rule and "s" in rule.algorithms):
         return op
-    names = ("query", "key", "value", "attn_mask", "is_causal", "scale")
-    arguments = [(name, value) for name, value in op.arguments if name in names and value is not None]
+    arguments = [(name, value) for name, value in op.arguments if name in PLACED and value is not None]
     if keys:
-        axes, shard = one_cut(program, op, "keys", keys)
-        arguments += [("ring", axes), ("sharding", shard)]
+        joined = join_shards(keys, program.mesh.sizes) if len(keys) > 1 else keys[0]
+        if joined is None and not all(shard.even(program.mesh.sizes[shard.axis]) for shard in keys):
+            one_cut(program, op, "keys", keys)  # refuses them
+        arguments += [("ring", tuple(shard.axis for shard in keys)), ("sharding", joined or keys)]
     if [shard for _, shard in queries] != list(keys):
         arguments.append(("splits", queries))
     return replace(op, target="runtime.context_attention", arguments=tuple(arguments))
@@ -113,24 +132,64 @@ def run_keyed_attention(run: RankRun, a: RuntimeArguments) -> object:
     )  # fmt: skip
 
 
+def print_structured_attention(p: Printing) -> str:
+    return f"runtime.attention({p['query']}, {p['key']}, {p['value']}{_structure(p)}{p.options('scale')})"
+
+
+def _structure(p: Printing) -> str:
+    """Who sees what, as keywords."""
+    numbers = p.options("before", "after") + (p.options("prefix") if p.literal("prefix") else "")
+    documents = [p[name] for name in ("query_documents", "key_documents") if p.has(name)]
+    if documents:
+        same = len(set(documents)) == 1
+        numbers += f", documents={documents[0] if same else f'({documents[0]}, {documents[1]})'}"
+    return f"{numbers}{p.options('padding')}"
+
+
+def read_structured_attention(op: Op, node: ast.expr) -> Arguments:
+    names = "query, key, value, before, after, prefix, documents, padding, scale"
+    return _with_documents(read_form(op, node, f"runtime.attention({names})", 3))
+
+
+def _with_documents(read: Arguments) -> Arguments:
+    documents = read.pop("documents", None)
+    if documents is not None:
+        pair = documents.elts if isinstance(documents, ast.Tuple) else [documents, documents]
+        read |= dict(zip(("query_documents", "key_documents"), pair, strict=True))
+    return read
+
+
+def run_structured_attention(run: RankRun, a: RuntimeArguments) -> object:
+    return run.runtime.attention(a["query"], a["key"], a["value"], scale=a["scale"], **_structure_of(a))
+
+
+def _structure_of(a: RuntimeArguments) -> dict[str, object]:
+    documents = None if a["key_documents"] is None else (a["query_documents"], a["key_documents"])
+    limits = {"before": a["before"], "after": a["after"], "prefix": a["prefix"] or 0}
+    return {**limits, "documents": documents, "padding": a["padding"]}
+
+
 def print_context_attention(p: Printing) -> str:
-    shown = [p["query"], p["key"], p["value"]]
-    shown += [f"{name}={p[name]}" for name in ("attn_mask", "scale") if p.has(name)]
-    if p.literal("is_causal"):
-        shown.append("is_causal=True")
+    causal = ", is_causal=True" if p.literal("is_causal") else ""
+    shown = f"{p['query']}, {p['key']}, {p['value']}{p.options('attn_mask')}{causal}{_structure(p)}{p.options('scale')}"
     if p.has("ring"):
         axes = p.literal("ring")
-        even = plain(p.literal("sharding"), p.many(axes))
-        shown += [f"ring={axes_text(axes)}", *([] if even else [f"sharding={p['sharding']}"])]
-    where = print_splits(p) if p.has("splits") else ""
-    return f"runtime.context_attention({', '.join(shown)}{where})"
+        sharding = p.literal("sharding")
+        even = not isinstance(sharding, tuple) and plain(sharding, p.many(axes))
+        shown += f", ring={axes_text(axes)}" + ("" if even else f", sharding={p['sharding']}")
+    return f"runtime.context_attention({shown}{print_splits(p) if p.has('splits') else ''})"
+
+
+def read_context_attention(op: Op, node: ast.expr) -> Arguments:
+    names = "query, key, value, attn_mask, is_causal, before, after, prefix, documents, padding, scale"
+    return _with_documents(read_form(op, node, f"runtime.context_attention({names}, ring, sharding, splits)", 3))
 
 
 def run_context_attention(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.context_attention(
-        a["query"], a["key"], a["value"], attn_mask=a["attn_mask"], scale=a["scale"],
-        is_causal=bool(a["is_causal"]), ring=run.group(a["ring"]), sharding=a["sharding"],
-        splits=groups_of_splits(run, a) if a["splits"] is not None else None,
+        a["query"], a["key"], a["value"], attn_mask=a["attn_mask"], is_causal=bool(a["is_causal"]), scale=a["scale"],
+        ring=run.group(a["ring"]), sharding=a["sharding"],
+        splits=None if a["splits"] is None else groups_of_splits(run, a), **_structure_of(a),
     )  # fmt: skip
 
 
@@ -145,9 +204,9 @@ def send_keys(
         return []
     ranks = math.prod(mesh.axis(name).size for name in axes["ring"])
     block = call.inputs[1].bytes + call.inputs[2].bytes
-    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward")] * (ranks - 1)
+    shifts = [AlgorithmCollective("send", block, axes["ring"], "forward", overlapped=True)] * (ranks - 1)
     if call.gradient:
-        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward")] * (ranks - 1)
+        shifts += [AlgorithmCollective("send", 2 * block, axes["ring"], "backward", overlapped=True)] * (ranks - 1)
     return shifts
 
 
@@ -185,28 +244,49 @@ def saved_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] 
     return SavedForBackward((True, True, True, *rest), (True,), extra)
 
 
-def scores_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """The scores, where the fused kernel can't be used."""
+def scores_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """The scores, where the fused kernel can't be used; else a copy of the gradient, and the tiles of one thread."""
     shape = signature.analysis.graph.values[call.op.inputs[0]].shape
     keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
     query = call.inputs[0]
     scores = query.bytes / max(shape[-1], 1) * keys
     if call.op.argument("dropout_p", 0.0) or (len(call.inputs) > 3 and call.inputs[3].gradient):
-        return 2 * scores, 2 * scores
-    return 0.0, 0.0
+        return scores, scores + (call.outputs[0].bytes if call.op.argument("enable_gqa", False) else 0.0)
+    queries = 256 if shape[-2] >= 768 else 64 if shape[-2] >= 192 else 32
+    tile = 4.0 * queries * min(keys, 512)
+    return tile + 4.0 * queries * (shape[-1] + 2), call.outputs[0].bytes + 2 * tile
+
+
+def saved_structured_attention(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> SavedForBackward:
+    """All inputs, the result, and a number for each query."""
+    query = call.inputs[0]
+    width = signature.analysis.graph.values[call.op.inputs[0]].shape[-1]
+    return SavedForBackward((True,) * len(call.inputs), (True,), query.elements / max(width, 1) * max(query.item, 4))
+
+
+def structured_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
+    """Gradients of keys and values come in parts; half precision is summed in float32."""
+    query, key, value = call.inputs[:3]
+    wide = 0.0 if query.item >= 4 else 4.0 / query.item
+    parts = key.bytes + value.bytes
+    return wide * call.outputs[0].bytes, parts + wide * (query.bytes + parts)
 
 
 define("scaled_dot_product_attention", rule=attention, keyed=True, localize=local_attention, kernel=Kernel.ATTENTION,
        keeps_order=True, saved=saved_attention, work=scores_work, collectives=send_keys, prints=print_attention,
-       positional=3,
-       result="attention",
+       positional=3, result="attention",
        reads="F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)",
        unsaid={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False})  # fmt: skip
 define("runtime.attention", keyed=True, prints=print_keyed_attention, reads=read_keyed_attention,
        runs=run_keyed_attention, unsaid={"is_causal": False, "enable_gqa": False})  # fmt: skip
-define("runtime.context_attention", prints=print_context_attention, positional=3, runs=run_context_attention,
-       reads="runtime.context_attention(query, key, value, attn_mask, scale, is_causal, ring, sharding, splits)",
-       unsaid={"is_causal": False})  # fmt: skip
+define("runtime.context_attention", prints=print_context_attention, reads=read_context_attention,
+       runs=run_context_attention, unsaid={"is_causal": False, "prefix": 0},
+       leaves_out=lambda op, name, value: False)  # fmt: skip
+define(STRUCTURED, rule=attention, localize=local_attention, kernel=Kernel.ATTENTION, keeps_order=True,
+       saved=saved_structured_attention, work=structured_work, collectives=send_keys,
+       prints=print_structured_attention, reads=read_structured_attention, runs=run_structured_attention,
+       result="attention", unsaid={"prefix": 0},
+       leaves_out=lambda op, name, value: False)  # after=0 is not the same as nothing  # fmt: skip
 define("_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
        "_scaled_dot_product_fused_attention_overrideable _efficient_attention_forward _native_multi_head_attention "

@@ -84,12 +84,13 @@ class SavedForBackward:
 
 
 class AlgorithmCollective(NamedTuple):
-    """One collective of an op."""
+    """One collective of an op; `overlapped` if it runs beside the op's own kernels."""
 
     collective: Collective
     bytes: float
     axes: tuple[str, ...]
     when: Literal["forward", "backward"]
+    overlapped: bool = False
 
 
 # -- lowering

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from typing import Any
 
 from ..ir import Op
@@ -74,9 +75,22 @@ def leaves_out_padding(op: Op, name: str, value: Any) -> bool:
     return name == "output_padding" and (not op.argument("transposed") or not any(value))
 
 
-def reordered_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """The CPU's kernels want another order of what they read and write."""
-    return max(call.inputs[0].bytes, call.outputs[0].bytes), 0.0
+def reordered_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """The CPU's kernels want another order of what they read and write, with channels in blocks of 16.
+
+    Forward copies one of its inputs and outputs at a time, backward both; what lies in another order is copied before.
+    """
+    x, weight, y = call.inputs[0].bytes, call.inputs[1].bytes, call.outputs[0].bytes
+    shapes = [signature.analysis.graph.values[name].shape for name in call.op.inputs[:2]]
+    channels = shapes[0][1 - len(shapes[1])]
+    blocked = x * (-channels % 16 + channels) / channels
+    forward = max(blocked, y) + weight
+    backward = blocked + y + 3 * weight
+    if "transpose" in call.op.target or call.op.argument("transposed", False):
+        forward += y
+    if flat is not None and not flat[0]:
+        forward, backward = forward + x, backward + x + y
+    return forward, backward
 
 
 CONVOLUTION = {"kernel": Kernel.CONVOLUTION, "saved": "0 1", "work": reordered_work}

@@ -16,7 +16,7 @@ from .contexts import AlgorithmCollective, LocalCall, Passes, ProgramOnRank, Ran
 from .localizing import cut_axes, divided, in_mesh_order, one_cut, split_axes
 from .norms import WIDE
 from .printing import REDUCTIONS, Printer, Printing, axes_text, plain
-from .spec import Kernel, define
+from .spec import Kernel, define, input_work
 
 NONE, MEAN, SUM = 0, 1, 2
 """torch's numbers for `reduction`."""
@@ -238,9 +238,10 @@ def log_softmax_bytes(call: LocalCall, signature: Signature) -> float:
     return call.inputs[0].bytes + 4
 
 
-def logits_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
+def logits_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """With split classes also the largest logit of each row, its label's place and sums, each of 8 bytes or less."""
     logits = call.inputs[0].bytes
-    return (logits, 0.0) if split_classes(call, signature) else (0.0, logits)
+    return (logits + 6 * 8 * call.inputs[1].elements, 0.0) if split_classes(call, signature) else (0.0, logits)
 
 
 def send_loss(
@@ -283,14 +284,16 @@ define("call.shardwright.capture.tracing.ctc_loss.ctc_losses", rule=ctc_losses)
 
 ELEMENTWISE = {"rule": elementwise_loss, "localize": local_loss, "result": "loss"}
 FORM = {"positional": 2, "unsaid": {"reduction": MEAN}}
+IN_PLACE = {"keeps_storage": True, "work": input_work(1.0, 0.0)}  # torch reduces in the storage of the terms
 define("mse_loss", saved="0 1", prints=print_loss("mse_loss"), reads="F.mse_loss(self, target, reduction)",
-       **ELEMENTWISE, **FORM)  # fmt: skip
+       **IN_PLACE, **ELEMENTWISE, **FORM)  # fmt: skip
 define("l1_loss", saved="0", prints=print_loss("l1_loss"), reads="F.l1_loss(self, target, reduction)",
-       **ELEMENTWISE, **FORM)  # fmt: skip
-define("smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss", saved="0 1",
-       **ELEMENTWISE)  # fmt: skip
-define("kl_div", saved="1", **ELEMENTWISE)
+       work=input_work(2.0, 1.0), **ELEMENTWISE, **FORM)  # fmt: skip
+define("smooth_l1_loss binary_cross_entropy soft_margin_loss", saved="0 1", **IN_PLACE, **ELEMENTWISE)
+define("huber_loss", saved="0 1", work=input_work(1.0, 0.0), **ELEMENTWISE)
+define("binary_cross_entropy_with_logits", saved="0 1", work=input_work(2.0, 1.0), **ELEMENTWISE)
+define("kl_div", saved="1", work=input_work(3.0, 0.0), **ELEMENTWISE)
 define("poisson_nll_loss hinge_embedding_loss margin_ranking_loss", **ELEMENTWISE)
 define("cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", rule=row_loss,
        localize=local_loss, result="loss")  # fmt: skip
-define("cosine_similarity pairwise_distance", rule=along_one)
+define("cosine_similarity pairwise_distance", rule=along_one, work=input_work(3.0, 4.0))

@@ -214,7 +214,7 @@ define("addbmm", rule=added, operands=(1, 2), kernel=Kernel.MATMUL)
 define("addr", rule=added)
 define("mv", rule="m k+ ~1, k+ ~2 -> m", **MATMUL)
 define("dot", rule="k+ ~1, k+ ~2 -> ", saved="0* 1*")
-define("outer", rule="m ~1, n ~2 -> m n", saved="0* 1*")
+define("outer", rule="m ~1, n ~2 -> m n", saved="0* 1*", work=(0.0, 2.0))
 define("ger", rule="m ~1, n ~2 -> m n")
 define("linalg_vecdot", rule="* k+ ~1, * k+ ~2 -> *")
 define("inner", rule=inner)
@@ -222,7 +222,7 @@ define("tensordot", rule=tensordot)
 define("einsum", rule=einsum, operands=None, reads="torch.einsum(equation, *tensors)",
        prints=lambda p: f"torch.einsum({p['equation']}, {p.listed('tensors')})", **MATMUL)  # fmt: skip
 define("bilinear", rule=bilinear, kernel=Kernel.MATMUL)
-define("cdist _cdist_forward", rule=cdist)
+define("cdist _cdist_forward", rule=cdist, work=(0.0, 3.0))
 define("_grouped_mm", rule=grouped, kernel=Kernel.MATMUL)
 define("transformers.grouped_mm_fallback.default", rule=grouped)
 define("_addmm_activation _int_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 "

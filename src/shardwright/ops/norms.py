@@ -171,18 +171,19 @@ def local_batch_norm(program: ProgramOnRank, op: Op) -> Op:
 
 
 def print_batch_norm(p: Printing) -> str:
+    p.skip("training")  # always: in eval it is torch's
     axes = p.literal("axes")
     group = axes_text(axes) if axes else "None"
     return (
         f"runtime.batch_norm({p['input']}, {p['weight']}, {p['bias']}, {p['running_mean']}, {p['running_var']}, "
-        f"{p.literal('training', True)}, {p['momentum']}, {p['eps']}, {group}){'' if len(p.op.outputs) > 1 else '[0]'}"
+        f"{p['momentum']}, {p['eps']}, {group}){'' if len(p.op.outputs) > 1 else '[0]'}"
     )
 
 
 def read_batch_norm(op: Op, node: ast.expr) -> Arguments:
     if isinstance(node, ast.Subscript) and len(op.outputs) == 1:
         node = node.value
-    names = "input, weight, bias, running_mean, running_var, training, momentum, eps, axes"
+    names = "input, weight, bias, running_mean, running_var, momentum, eps, axes"
     return read_form(op, node, f"runtime.batch_norm({names})")
 
 
@@ -225,7 +226,7 @@ def batch_norm_faults(count: Op, norm: Op, module: str, keys: Mapping[str, str])
 
 def run_batch_norm(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.batch_norm(
-        a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], True, a["momentum"], a["eps"],
+        a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], a["momentum"], a["eps"],
         run.group(a["axes"]),
     )  # fmt: skip
 
@@ -257,6 +258,10 @@ def group_statistics(call: LocalCall, signature: Signature) -> float:
     return 8.0 * shape[0] * float(call.op.argument("num_groups", call.op.argument("group", 1)))
 
 
+def instance_statistics(call: LocalCall, signature: Signature) -> float:
+    return 8.0 * math.prod(signature.analysis.graph.values[call.op.inputs[0]].shape[:2])
+
+
 # statistics first, then the values: x is read twice, and dy and x are read twice
 TWICE = {"saved": "0", "passes": Passes(inputs=2, results=2, gradients=3, kernels=2)}
 BATCH = {"result": "norm", "localize": local_batch_norm, "collectives": send_statistics, "work": (1.0, 3.0), **TWICE}
@@ -271,5 +276,6 @@ define("runtime.batch_norm", prints=print_batch_norm, reads=read_batch_norm, uns
        runs=run_batch_norm)  # fmt: skip
 define("group_norm", rule=group_norm, saved_extra=group_statistics, prints=function, **TWICE)
 define("native_group_norm", rule=native_group_norm, saved="0", saved_extra=group_statistics)
-define("instance_norm", rule=instance_norm, canonical=canonical_instance_norm, **TWICE)
+define("instance_norm", rule=instance_norm, canonical=canonical_instance_norm, work=(0.0, 1.0),
+       saved_extra=instance_statistics, **TWICE)  # fmt: skip
 define("renorm", rule=renorm)

@@ -195,19 +195,27 @@ def local_split(program: ProgramOnRank, op: Op) -> Op:
 
 
 def local_slice(program: ProgramOnRank, op: Op) -> Op:
-    """One of n equal parts keeps its place among the parts; other slices are on dims that are whole."""
+    """One of n equal parts keeps its place among the parts; other slices are on dims that are not sharded."""
     rank = len(program.values[op.inputs[0]].shape)
     dim = op.argument("dim", 0) % rank
     before = program.values[op.inputs[0]].shape[dim]
     after = program.values[op.outputs[0]].shape[dim]
-    if not program.layouts[op.inputs[0]].shards[dim] or before == after:
-        if before == after:
-            return op.with_arguments(start=None, end=None)
-        return op
+    if rank > 2 and dim == rank - 1:  # x[..., :4]
+        op = op.with_arguments(dim=-1)
+    if before == after:
+        return op.with_arguments(start=None, end=None)
     start = op.argument("start", 0) or 0
-    part = ((start + before) if start < 0 else start) // after
-    unit = program.sizes_of(op.outputs[0])[dim]
-    return op.with_arguments(start=unit.times(part) if part else 0, end=unit.times(part + 1))
+    start += before if start < 0 else 0
+    step, end = op.argument("step", 1), {}
+    if start + step * after >= before:  # x[1:]
+        op, end = op.with_arguments(end=None), {"end": None}
+    if step != 1:
+        return op
+    is_part = after > 1 and start % after == before % after == 0
+    if not program.layouts[op.inputs[0]].shards[dim] and not is_part:
+        return op
+    part, unit = start // after, program.sizes_of(op.outputs[0])[dim]
+    return op.with_arguments(**{"start": unit.times(part) if part else 0, "end": unit.times(part + 1), **end})
 
 
 # -- in generated code

@@ -46,31 +46,38 @@ def linear_unary(call: OpCall) -> Rule:
 
 def elementwise(names: str, overloads: str = "default", /, **fields: Any) -> OpSpec:
     """Define ops whose overloads all work on each element by itself."""
-    return define(names, **{"rule": {overloads: plain}, "keeps_order": True, **fields})
+    return define(names, **{"rule": {overloads: plain}, "keeps_order": True, "strided": True, **fields})
 
 
 # -- functions of one tensor, by what backward reads
 
 FUNCTION = {"kernel": Kernel.FUNCTION}
-define("deg2rad rad2deg", rule=linear_unary, keeps_order=True)
-define("neg", rule=linear_unary, keeps_order=True, saved="", passes=GRADIENT_ONLY, prints=method)
+define("deg2rad rad2deg", rule=linear_unary, keeps_order=True, strided=True)
+define("neg", rule=linear_unary, keeps_order=True, strided=True, saved="", passes=GRADIENT_ONLY, prints=method)
 
-elementwise("cos erf log sin", saved="0", prints=method, **FUNCTION)
-elementwise("acos asin atan celu cosh elu erfc erfinv lgamma log10 log1p log2 mish selu sinh softplus tan", saved="0",
-            **FUNCTION)  # fmt: skip
+elementwise("celu elu mish selu softplus", saved="0", **FUNCTION)
+# derivatives that autograd computes by several ops, each with a result of its own
+elementwise("log sin", saved="0", prints=method, work=(0.0, 1.0), **FUNCTION)
+elementwise("cosh lgamma log10 log1p log2 sinh", saved="0", work=(0.0, 1.0), **FUNCTION)
+elementwise("cos", saved="0", prints=method, work=(0.0, 2.0), **FUNCTION)
+elementwise("atan tan", saved="0", work=(0.0, 2.0), **FUNCTION)
+elementwise("erf", saved="0", prints=method, work=(0.0, 4.0), **FUNCTION)
+elementwise("acos asin erfc erfinv", saved="0", work=(0.0, 5.0), **FUNCTION)
 elementwise("log_sigmoid", saved="0", saved_extra=lambda call, signature: call.outputs[0].bytes, **FUNCTION)
 elementwise("gelu", saved="0", prints=functional("gelu", "self", options=("approximate",)),
-            reads="F.gelu(self, approximate)", positional=1, **FUNCTION)  # fmt: skip
+            reads="F.gelu(self, approximate)", positional=1, **FUNCTION | {"strided": False})  # fmt: skip
 elementwise("silu", saved="0", prints=functional("silu", "self"), reads="F.silu(self)", **FUNCTION)
-elementwise("abs square", saved="0", prints=method)
-elementwise("absolute digamma hardshrink hardsigmoid hardswish hardtanh leaky_relu logit nan_to_num relu6 sinc "
-            "softshrink threshold", saved="0")  # fmt: skip
+elementwise("abs", saved="0", prints=method, work=(0.0, 1.0))
+elementwise("square", saved="0", prints=method, work=(0.0, 2.0))
+elementwise("hardshrink hardsigmoid hardswish hardtanh leaky_relu logit relu6 softshrink threshold", saved="0")
+elementwise("absolute digamma nan_to_num", saved="0", work=(0.0, 1.25))
+elementwise("sinc", saved="0", work=(0.0, 7.0))
 
 elementwise("exp sigmoid tanh", saved="r", prints=method, **FUNCTION)
-elementwise("exp2 expm1", saved="r", **FUNCTION)
+elementwise("exp2 expm1", saved="r", work=(0.0, 1.0), **FUNCTION)
 elementwise("relu", saved="r", prints=functional("relu", "self"), reads="F.relu(self)")
-elementwise("reciprocal sqrt", saved="r", prints=method)
-elementwise("rsqrt", saved="r", prints=method, work=(0.0, 2.0))
+elementwise("sqrt", saved="r", prints=method, work=(0.0, 1.0))
+elementwise("reciprocal rsqrt", saved="r", prints=method, work=(0.0, 2.0))
 
 elementwise("ceil floor sign", saved="", prints=method)
 elementwise("round", "default decimals", saved="", prints=method)
@@ -87,14 +94,20 @@ def saved_power(call: LocalCall, signature: Signature, flat: object) -> str:
     return "0 1 r" if call.op.target.endswith("Tensor_Tensor") else "0"
 
 
-elementwise("pow", "Scalar Tensor_Scalar Tensor_Tensor", saved=saved_power, work=(0.0, 2.0),  # x ** (n - 1), then * n
+def power_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """x ** (n - 1), then * n; for an exponent with a gradient a logarithm, and masks of where it is defined."""
+    return 0.0, (4.25 if call.op.target.endswith("Tensor_Tensor") else 2.0) * call.outputs[0].bytes
+
+
+elementwise("pow", "Scalar Tensor_Scalar Tensor_Tensor", saved=saved_power, work=power_work,
             operator={"Tensor_Scalar": "**", "Tensor_Tensor": "**"}, **FUNCTION)  # fmt: skip
 elementwise("float_power", "Tensor_Scalar Tensor_Tensor")
-elementwise("atan2", saved="0 1", **FUNCTION)
-elementwise("maximum minimum", saved="0 1", prints=function)
-elementwise("fmax fmin logaddexp", saved="0 1")
-elementwise("clamp clamp_max clamp_min", "default Tensor", saved="0", prints=function)
-elementwise("xlogy", "Scalar_Other Scalar_Self Tensor", saved="0")
+elementwise("atan2", saved="0 1", work=(0.0, 5.0), **FUNCTION)
+elementwise("maximum minimum", saved="0 1", prints=function, work=(0.0, 1.5))
+elementwise("fmax fmin", saved="0 1", work=(0.0, 0.5))
+elementwise("logaddexp", saved="0 1", work=(0.0, 3.0))
+elementwise("clamp clamp_max clamp_min", "default Tensor", saved="0", prints=function, work=(0.0, 1.25))
+elementwise("xlogy", "Scalar_Other Scalar_Self Tensor", saved="0", work=(0.0, 2.75))
 elementwise("logical_and logical_or", prints=function)
 elementwise("remainder", "Scalar Scalar_Tensor Tensor")
 elementwise("floor_divide", "default Scalar")
@@ -134,18 +147,19 @@ def print_where(p: Printing) -> str:
 
 
 def stretched_work(backward: float = 0.0) -> Work:
-    """Backward makes the gradient of a stretched input at full size, then sums it."""
+    """Backward makes the gradients of stretched inputs at full size, then sums them."""
 
-    def work(call: LocalCall, signature: Signature) -> tuple[float, float]:
+    def work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
         out = call.outputs[0]
-        stretched = any(tensor.gradient and tensor.elements < out.elements for tensor in call.inputs)
-        return 0.0, (max(backward, 1.0) if stretched else backward) * out.bytes
+        stretched = sum(tensor.gradient and tensor.elements < out.elements for tensor in call.inputs)
+        return 0.0, (stretched + (backward if len(call.inputs) > 1 else 0.0)) * out.bytes
 
     return work
 
 
-define("where", rule={"self Scalar ScalarSelf ScalarOther": where}, keeps_order=True, saved="0", passes=MASKED,
-       work=stretched_work(), prints=print_where, reads="torch.where(condition, self, other)")  # fmt: skip
+define("where", rule={"self Scalar ScalarSelf ScalarOther": where}, keeps_order=True, strided=True, saved="0",
+       passes=MASKED, work=stretched_work(), prints=print_where,
+       reads="torch.where(condition, self, other)")  # fmt: skip
 elementwise("masked_fill", "Scalar Tensor", saved="1", passes=MASKED, prints=function)
 
 # -- casts and copies
@@ -206,5 +220,5 @@ def glu(call: OpCall) -> Rule:
     return write_rule([source], [names]).with_sizes({} if half == "1" else {half: call.outputs[0].shape[dim]})
 
 
-define("prelu", rule=prelu, saved="0 1")
+define("prelu", rule=prelu, saved="0 1", work=(0.0, 1.0))
 define("glu", rule=glu, saved="0")

@@ -61,7 +61,7 @@ def run_dropout(run: RankRun, a: RuntimeArguments) -> object:
 
 DROPPED = {
     "rule": dropout, "keyed": True, "localize": local_dropout, "saved": "",
-    "work": (1.0, 1.0),  # x * mask, then * scale
+    "work": (1.0, 2.0),  # x * mask, then * scale; backward reads a gradient that others may hold
     "saved_extra": lambda call, signature: call.outputs[0].elements,  # a mask of one byte an element
     "passes": Passes(outputs=1.5, results=1.5, gradients=1),
 }  # fmt: skip

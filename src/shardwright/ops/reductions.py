@@ -31,7 +31,7 @@ from .printing import (
     function,
     functional,
 )
-from .spec import Kernel, define
+from .spec import Kernel, define, input_work
 
 
 def _reduced(call: OpCall, mark: str, linear: bool) -> Rule:
@@ -130,6 +130,11 @@ def saved_extreme(call: LocalCall, signature: Signature, flat: Sequence[bool] | 
     return "0 r" if len(call.outputs) < 2 else "r1"
 
 
+def extreme_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """Of all elements: a mask of where the result is, in numbers, and what is shared among these places."""
+    return 0.0, 2.25 * call.inputs[0].bytes if len(call.outputs) < 2 else 0.0
+
+
 # -- logsumexp: over one dim, which may be split, as those of classes are
 
 
@@ -171,19 +176,20 @@ define("mean", rule={"default dim": reduce_dims}, localize=local_mean, prints=pr
        reads="x.mean(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
 define("nansum", rule=reduce_dims, saved="", passes=GRADIENT_ONLY)
 define("count_nonzero", rule={"default dim_IntList": reduce_dims})
-define("amax amin", rule=extreme, saved="0 r", prints=function)
+define("amax amin", rule=extreme, saved="0 r", prints=function, work=input_work(0.0, 1.5))
 define("max min", rule={"default": extreme, "dim": blocked_reduction, "other": plain}, keeps_order=True,
-       saved=saved_extreme, prints=function)  # fmt: skip
-define("var", rule={"correction default dim": blocked_reduction}, saved="0", prints=function)
-define("std", rule={"correction default dim": blocked_reduction}, saved="0")
-define("std_mean var_mean", rule={"correction default dim": blocked_reduction}, saved="0 r")
+       saved=saved_extreme, prints=function, work=extreme_work)  # fmt: skip
+DEVIATION = {"rule": {"correction default dim": blocked_reduction}, "work": input_work(0.0, 1.2)}
+define("var", saved="0", prints=function, **DEVIATION)
+define("std", saved="0", **DEVIATION)
+define("std_mean var_mean", saved="0 r", **DEVIATION)
 define("logsumexp", rule=logsumexp, localize=local_logsumexp, collectives=send_logsumexp, saved="0 r",
-       kernel=Kernel.FUNCTION, prints=function)  # fmt: skip
+       kernel=Kernel.FUNCTION, prints=function, work=input_work(1.0, 2.0))  # fmt: skip
 define("runtime.logsumexp", prints=print_logsumexp, positional=3, unsaid={"keepdim": False}, runs=run_logsumexp,
        reads="runtime.logsumexp(self, dim, classes, keepdim)")  # fmt: skip
-define("linalg_vector_norm", rule=blocked_reduction, saved="0 r")
-define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r")
-define("prod", rule={"default dim_int": blocked_reduction}, saved="0 r")
+define("linalg_vector_norm", rule=blocked_reduction, saved="0 r", work=input_work(0.0, 1.1))
+define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.1))
+define("prod", rule={"default dim_int": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.5))
 define("median", rule={"default dim": blocked_reduction}, saved="r1")
 define("nanmedian", rule={"default dim": blocked_reduction})
 define("kthvalue mode", rule=blocked_reduction, saved="r1")
@@ -206,8 +212,9 @@ SORTED = {"passes": Passes(inputs=8, outputs=2, results=1, gradients=1)}  # digi
 define("sort", rule={"default stable": along}, saved="r1", prints=function, **SORTED)
 define("topk", rule=along, saved="r1", prints=function, **SORTED)
 define("argsort", rule={"default stable": along}, **SORTED)
-define("cumsum", rule=along, saved="", passes=GRADIENT_ONLY, prints=function)
-define("cumprod logcumsumexp", rule=along, saved="0 r")
-define("cummax cummin", rule=along, saved="r1")
-define("diff", rule=diff, saved="", prints=function)
+define("cumsum", rule=along, saved="", passes=GRADIENT_ONLY, prints=function, work=(0.0, 2.0))  # of what is flipped
+define("cumprod", rule=along, saved="0 r", work=(0.0, 3.25))
+define("logcumsumexp", rule=along, saved="0 r", work=(0.0, 7.0))
+define("cummax cummin", rule=along, saved="r1", work=(0.0, 1.0))
+define("diff", rule=diff, saved="", prints=function, work=(0.0, 1.0))
 define("trapezoid", rule={"dx": trapezoid})

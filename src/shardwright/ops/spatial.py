@@ -10,7 +10,7 @@ from ..rules.registry import OpCall
 from ..rules.signature import Signature
 from .contexts import LocalCall
 from .printing import function, functional
-from .spec import Kernel, define
+from .spec import Kernel, define, input_work
 
 
 def space_dims(call: OpCall, count: int) -> range:
@@ -119,11 +119,13 @@ def saved_adaptive_pool(call: LocalCall, signature: Signature, flat: Sequence[bo
     return "" if tuple(call.op.argument("output_size")) == (1, 1) else "0"
 
 
+def int64_indices(call: LocalCall, signature: Signature) -> float:
+    """Where each maximum was."""
+    return 8 * call.outputs[0].elements
+
+
 POOL = {"rule": pool, "kernel": Kernel.POOLING}
-define(
-    "max_pool2d", saved="0", prints=function, saved_extra=lambda call, signature: 8 * call.outputs[0].elements, **POOL
-)
-define("max_pool1d max_pool3d", saved="0", prints=function, **POOL)
+define("max_pool1d max_pool2d max_pool3d", saved="0", prints=function, saved_extra=int64_indices, **POOL)
 define("max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d "
        "adaptive_max_pool2d adaptive_max_pool3d", **POOL)  # fmt: skip
 define("avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", rule=pool, saved="0")
@@ -133,7 +135,7 @@ define("adaptive_avg_pool2d", rule=pool, saved=saved_adaptive_pool, result="pool
 define("adaptive_avg_pool1d adaptive_avg_pool3d _adaptive_avg_pool3d", rule=pool)
 define("max_unpool2d max_unpool3d", rule=unpool)
 
-INTERPOLATE = {"rule": {"default vec": interpolate}}
+INTERPOLATE = {"rule": {"default vec": interpolate}, "work": input_work(1.0, 0.0)}
 define("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d", saved="", **INTERPOLATE)
 define("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d "
        "upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
@@ -143,7 +145,7 @@ define("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d rep
 define("pixel_shuffle", rule=pixel_shuffle, saved="")
 define("pixel_unshuffle", rule=pixel_unshuffle, saved="")
 define("channel_shuffle native_channel_shuffle", rule=channel_shuffle)
-define("im2col", rule=im2col, saved="")
+define("im2col", rule=im2col, saved="", work=(0.0, 1.0))
 define("col2im", rule=col2im, saved="")
 define("grid_sampler grid_sampler_2d grid_sampler_3d", rule=grid_sampler)
 define("affine_grid_generator", rule=affine_grid)

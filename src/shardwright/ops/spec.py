@@ -16,7 +16,8 @@ said by overload: `rule={"Tensor": add, "Scalar": elementwise}`.
     lower/     localize, dense, fresh, folds_bias, delays_weights
     emit/      operator, prints, reads and what belongs to them, chains, returns_list
     cost/      time: kernel, passes, operands, flops, collectives
-               memory: saved, saved_extra, flattens, view, turns, may_copy, keeps_order, back, work
+               memory: saved, saved_extra, flattens, view, turns, may_copy, keeps_order, back, work,
+               strided, keeps_storage
     verify/    runs
 """
 
@@ -73,7 +74,7 @@ Strides = tuple[int, ...]
 RuleSource = RuleFunction | str
 Rewriting = Callable[[TracedCall], list[str]]
 Saved = Callable[[LocalCall, Signature, Sequence[bool] | None], str | SavedForBackward | None]
-Work = Callable[[LocalCall, Signature], tuple[float, float]]
+Work = Callable[[LocalCall, Signature, Sequence[bool] | None], tuple[float, float]]
 Collectives = Callable[[LocalCall, Signature, Mapping[str, tuple[str, ...]], Mesh], list[AlgorithmCollective]]
 
 
@@ -115,9 +116,12 @@ class OpSpec:
                     that are integers; "0*" only if another input has a gradient; None: all that it may
     saved_extra     bytes that it saves beside its inputs and outputs
     flattens        it multiplies rows, and copies them first if they don't lie in one run
-    back            how backward makes the gradient of an input: "pass" hands on the one that comes in ("pass_same":
-                    if it is as large as the result), "free" makes one without memory, "fresh" a new tensor
-    work            what it allocates and lets go, forward and backward: in sizes of its result, or a function in bytes
+    back            how backward makes the gradient of each input, the last word for all that follow: "pass" passes on
+                    the one that comes in ("pass_same": if it is as large as the result), "free" makes one that has
+                    no memory of its own, "fresh" a new tensor
+    work            what it allocates and releases, forward and backward: in sizes of its result, or a function in bytes
+    strided         its backward reads a gradient of any strides; others copy one that a sum has expanded
+    keeps_storage   its result is reduced in a storage that was allocated for all elements, and stays as large
     collectives     what its algorithms send
     runs            how a rank runs it, for ops of the runtime
     """
@@ -156,8 +160,10 @@ class OpSpec:
     saved: str | Saved | None = None
     saved_extra: Callable[[LocalCall, Signature], float] | None = None
     flattens: bool = False
-    back: Literal["fresh", "pass", "pass_same", "free"] = "fresh"
+    back: str = "fresh"
     work: tuple[float, float] | Work = (0.0, 0.0)
+    strided: bool = False
+    keeps_storage: bool = False
     collectives: Collectives | None = None
     runs: Callable[[RankRun, RuntimeArguments], Any] | None = None
 
@@ -174,6 +180,15 @@ class OpSpec:
 UNKNOWN = OpSpec()
 _SPECS: dict[str, OpSpec] = {}
 _BY_TARGET: dict[str, OpSpec] = {}  # as they were asked for
+
+
+def input_work(forward: float, backward: float) -> Work:
+    """Transient memory in sizes of the first input, where the result is smaller."""
+
+    def work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+        return forward * call.inputs[0].bytes, backward * call.inputs[0].bytes
+
+    return work
 
 
 def define(names: str, **fields: Any) -> OpSpec:

@@ -54,6 +54,7 @@ ROUGH = 0.05
 REFILLS, WORTH = 2, 0.02
 """How often a mesh is solved again with less in reserve, and the fraction of the memory that has to be at stake."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class MeshResult:
     """One mesh that the search tried."""
@@ -238,22 +239,33 @@ class _MeshSearch:
     def _fill(self, best: MeshResult) -> MeshResult:
         """The same with less in reserve, where the plan needs less than there is.
 
-        A leaner plan has less transient memory; and where there is little, sums count what never coexists.
+        A leaner plan has less transient memory; and where there is little, sums count what never coexists. The last try
+        is a sum far beyond the limit, since a plan of another kind may have its peak elsewhere.
         """
         known, tried = self.reserve, best
         for _ in range(REFILLS):
-            self.reserve = tried.transient
-            if known - self.reserve < WORTH * self.limit or best.bound >= self.upper:
+            reserve = tried.transient
+            refilled = self._refilled(tried, known, reserve)
+            if refilled is None:
                 break
-            refilled = self._solve(tried, rough=False)
-            if refilled.solution is None or refilled.solution.states is None or refilled.time >= best.time:
-                break
-            tried = replace(refilled, memory=self._memory(refilled))
+            tried = refilled
             if tried.needs <= self.limit:
-                best = self.best = tried
-                known = self.reserve
-        self.reserve = known
+                best, known = tried, reserve
+        beyond = self._refilled(best, known, -OVERSTATED * self.limit)
+        if beyond is not None and beyond.needs <= self.limit:
+            best = beyond
+        self.best, self.reserve = best, known
         return best
+
+    def _refilled(self, tried: MeshResult, known: float, reserve: float) -> MeshResult | None:
+        """A faster solution with less in reserve than is known to fit, and its memory; None where there is none."""
+        if known - reserve < WORTH * self.limit or tried.bound >= self.upper:
+            return None
+        self.reserve = reserve
+        result = self._solve(tried, rough=False)
+        if result.solution is None or result.solution.states is None or self.best is None:
+            return None
+        return replace(result, memory=self._memory(result)) if result.time < self.best.time else None
 
     def _memory(self, result: MeshResult) -> MemoryPeak:
         assert result.solution is not None and result.solution.states is not None

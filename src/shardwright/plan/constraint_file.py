@@ -6,22 +6,15 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml  # type: ignore[import-untyped]
-
-from ..cluster.file import StrictLoader
 from ..errors import PlanError
+from ..formats import StrictLoader, read_yaml
 
 
 def load_entries(path: str | Path) -> Any:
     """The entries of a file."""
     if not str(path).endswith((".yaml", ".yml")):
         raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader) or []
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not YAML: {error}") from error
+    return read_yaml(path, PlanError, _Loader) or []
 
 
 class _Loader(StrictLoader):
@@ -33,4 +26,4 @@ class _Loader(StrictLoader):
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|false"), list("tf"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|false)$"), list("tf"))

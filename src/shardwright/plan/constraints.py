@@ -31,8 +31,10 @@ from typing import Any, NamedTuple
 
 from ..cluster import quantity
 from ..errors import PlanError, ScheduleError, raise_all
+from ..formats import integer, show
 from ..ir import Op
 from ..ir.paths import prefixes
+from ..layout import MOST_DEVICES
 from ..rules import without_stripes
 from ..schedule import schedule_kind
 from .constraint_file import load_entries
@@ -183,9 +185,8 @@ class ChoiceDemand(NamedTuple):
     every: bool = True
 
     def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
-        axes = names if self.axis is None else (self.axis,)
-        met = [without_stripes(choice.get(axis, "")) in self.picks for axis in axes]
-        return all(met) if self.every else any(met)
+        picked = (choice.get(axis, "") for axis in (names if self.axis is None else (self.axis,)))
+        return (all if self.every else any)(without_stripes(pick) in self.picks for pick in picked)
 
 
 Constraint = (
@@ -253,6 +254,7 @@ _FIELDS = {
 }
 """What an entry asks for, and its other fields."""
 _AXIS = re.compile(r"[a-z]p\d?")
+MOST_STAGES = 2**16  # and microbatches
 
 
 class _Reader:
@@ -285,8 +287,8 @@ class _Reader:
         name, size = data["axis"], data.get("size")
         if not isinstance(name, str) or not _AXIS.fullmatch(name):
             self.faults.append(f"{source}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
-            self.faults.append(f"{source}: {size!r} is no size of an axis; it is 2 or more")
+        if size is not None and integer(2, MOST_DEVICES)(size):
+            self.faults.append(f"{source}: {show(size)} is no size of an axis; it is 2 or more, up to {MOST_DEVICES}")
         self._is_one_of(data, "inside", ["node"], source)
         self._is_one_of(data, "splits", ["batch"], source)
         return AxisConstraint(name=str(name), size=size, inside="inside" in data, data="splits" in data, source=source)
@@ -341,8 +343,8 @@ class _Reader:
     def _count(self, data: Mapping[str, Any], source: ConstraintSource) -> PipelineConstraint:
         (what,) = (key for key in data if key in ("stages", "microbatches"))
         value = data[what]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.faults.append(f"{source}: {value!r} is no number of {what}; it is 1 or more")
+        if integer(1, MOST_STAGES)(value):
+            self.faults.append(f"{source}: {show(value)} is no number of {what}; it is 1 or more, up to {MOST_STAGES}")
             value = 1
         return PipelineConstraint(what=what, value=value, source=source)
 

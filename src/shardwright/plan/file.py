@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import LayoutError, PlanError, raise_all
+from ..formats import parse_json, raise_faults, read_json
 from ..ir import Graph
 from ..layout import Axis, Mesh
 from ..lower.chunked_loss import unknown_losses
 from ..storage import Storage, parse_storage
 from .folding import uncover, unfold, unfold_paths
-from .plan import VERSION, Plan, PlanStage
+from .plan import Plan, PlanStage
+from .schema import plan_faults
 
 
 def load(path: str | Path, graph: Graph) -> Plan:
     """Read a plan file for a graph; every fault of the file is named at once."""
-    return read(Path(path).read_text(), graph, path)
+    return _plan(read_json(path, PlanError), graph, path)
 
 
 def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
     """Read the text of a plan file for a graph."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{path} is not JSON: {error}") from error
+    return _plan(parse_json(text, path, PlanError), graph, path)
+
+
+def _plan(data: Any, graph: Graph, path: str | Path) -> Plan:
     validate(data, path)
     entries: dict[str, tuple[PlanStage, ...]] = {}
     for entry, segments in data["entries"].items():
@@ -134,49 +135,6 @@ def _refuse(data: Any, entry: str, graph: Graph) -> None:
     ).check_against(graph)
 
 
-_SCHEMA: dict[str, type] = {
-    "version": int,
-    "model": str,
-    "policy": str,
-    "cluster": str,
-    "mesh": dict,
-    "microbatches": int,
-    "fingerprints": dict,
-    "storage": dict,
-    "entries": dict,
-    "notes": list,
-    "predicted": dict,
-}
-_OPTIONAL: dict[str, type] = {"schedule": str, "steps": dict, "local": bool}
-_SEGMENT = {"choices", "recompute"}
-_PLACED = _SEGMENT | {"mesh", "devices", "ops"}
-_MAY_HAVE = {"chunked_loss"}
-
-
 def validate(data: Any, path: str | Path) -> None:
-    if not isinstance(data, dict):
-        raise PlanError(f"{path} is not a plan: it holds a {type(data).__name__}, not an object")
-    faults = [f"{key!r} is missing" for key in _SCHEMA if key not in data]
-    faults += [f"{key!r} is unknown" for key in data if key not in _SCHEMA | _OPTIONAL]
-    faults += [
-        f"{key!r} should be a {kind.__name__}, is {type(data[key]).__name__}"
-        for key, kind in (_SCHEMA | _OPTIONAL).items()
-        if key in data and not isinstance(data[key], kind)
-    ]
-    if data.get("version") not in (None, VERSION):
-        faults.append(f"it has version {data['version']}, this program reads version {VERSION}")
-    if isinstance(data.get("mesh"), dict):
-        faults += [f"axis {k!r} has size {v!r}" for k, v in data["mesh"].items() if not isinstance(v, int) or v < 1]
-    entries = data.get("entries")
-    for entry, segments in entries.items() if isinstance(entries, dict) else ():
-        if not isinstance(segments, list) or not all(isinstance(segment, dict) for segment in segments):
-            faults.append(f"entry {entry!r} should be a list of objects, one for each segment")
-            continue
-        wanted = _SEGMENT if len(segments) == 1 else _PLACED
-        faults += [
-            f"entry {entry!r}, segment {number}: should have {', '.join(sorted(wanted))}, "
-            f"has {', '.join(sorted(segment))}"
-            for number, segment in enumerate(segments)
-            if not wanted <= set(segment) <= wanted | _MAY_HAVE
-        ]
-    raise_all(PlanError, f"{path} is not a valid plan:", faults)
+    """Refuse data that is not a plan, and say all that is wrong with it."""
+    raise_faults(PlanError, f"{path} is not a valid plan:", plan_faults(data))

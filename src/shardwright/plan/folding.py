@@ -57,7 +57,8 @@ def unfold_paths(folded: list[str], paths: list[str], where: str = "the model") 
 
 
 _CALL = re.compile(r"@\d+")
-_RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
+_RANGE = re.compile(r"(.*?)(\d{1,9})-(\d{1,9})")
+_LONGEST_RANGE = 100_000  # of the modules of a list
 
 
 def module_of(name: str) -> str:
@@ -102,6 +103,8 @@ def uncover(covering: Sequence[str], names: Sequence[str]) -> list[str]:
     unknown: list[str] = []
     for item in covering:
         run = None if item in under else _RANGE.fullmatch(item)
+        if run is not None and int(run[3]) - int(run[2]) > _LONGEST_RANGE:
+            run = None
         paths = [item] if run is None else [f"{run[1]}{number}" for number in range(int(run[2]), int(run[3]) + 1)]
         unknown += [f"{path!r} names nothing in the model" for path in paths if path not in under]
         covered |= dict.fromkeys(name for path in paths for name in under.get(path, ()))

@@ -24,7 +24,7 @@ from ..rules.replica_axes import replicas
 from ..storage import SHARDED_KINDS, Storage
 from .builder import PlanBuilder
 from .plan import Plan
-from .strings import PolicyRequest, outer_of
+from .strings import CONTEXT, PolicyRequest, outer_of
 from .subaxes import refine, split_inner_axis
 
 Policy = Callable[[PlanBuilder, Axis], None]
@@ -97,7 +97,10 @@ def sp(builder: PlanBuilder, axis: Axis) -> None:
 
 
 def context(attention: str) -> Policy:
-    """A policy that splits the sequence through the whole model, and attention by a label, or on heads."""
+    """A policy that splits the sequence through the whole model, and attention by a label, or on heads.
+
+    Where attention can't be split so (dropout does not go around a ring, heads may be too few), queries are split.
+    """
 
     def policy(builder: PlanBuilder, axis: Axis) -> None:
         sequence = sequence_atoms(builder, axis) | _attended(builder, axis)
@@ -107,36 +110,53 @@ def context(attention: str) -> Policy:
                 f"{builder.graph.name} has none with {axis.size} places or more; use dp or tp"
             )
         for op in builder.ops:
-            role = None
-            if builder.chosen(op, axis) is None:
-                role = _attention_role(builder, op, axis, attention, sequence)
-                role = role or builder.role_among(op, axis, sequence)
+            role = _attention_role(builder, op, axis, attention, sequence)
+            if role is None:
+                role = builder.role_among(op, axis, sequence)
+                _note_other_split(builder, op, axis, attention)
             if role is not None and role.fills(axis.size):
                 builder.split(op, axis, role)
 
     return policy
 
 
+def _is_attention(op: Op) -> bool:
+    return spec_of(op.target).kernel is Kernel.ATTENTION
+
+
+def _note_other_split(builder: PlanBuilder, op: Op, axis: Axis, attention: str) -> None:
+    wanted = {"t": "a ring", "s": "gathered keys", "heads": "heads"}[attention]
+    if _is_attention(op):
+        builder.note(f"{axis.name}={axis.size}: attention can't be split by {wanted} and is split on its queries: {op}")
+
+
 def _attended(builder: PlanBuilder, axis: Axis) -> set[int]:
     """The atoms of the queries and keys of fused attention."""
-    ops = [op for op in builder.ops if spec_of(op.target).kernel is Kernel.ATTENTION]
+    ops = [op for op in builder.ops if _is_attention(op)]
     roles = [role for op in ops for role in builder.roles(op) if role.label in ("s", "t") and role.fills(axis.size)]
     return {role.atom for role in roles} - builder.analysis.batch
 
 
 def _attention_role(builder: PlanBuilder, op: Op, axis: Axis, attention: str, sequence: set[int]) -> Role | None:
     """How an op that looks from place to place is split: fused attention by its label, any other only on heads."""
-    roles, signature = builder.roles(op), builder.signature(op)
     if attention != "heads":
-        return next((role for role in roles if role.label == attention and role.fills(axis.size)), None) if (
-            spec_of(op.target).kernel is Kernel.ATTENTION
-        ) else None
-    mixes = spec_of(op.target).kernel is Kernel.ATTENTION or any(
-        sum(bool(sequence.intersection(builder.analysis.atoms.splittable(dim))) for dim in dims) > 1
-        for dims in (builder.analysis.dims[bound.value] for bound in (*signature.inputs, *signature.outputs))
-    )
-    owned = builder.analysis.owned - sequence
-    return next((r for r in roles if mixes and r.atom in owned and r.size % axis.size == 0), None)
+        roles = builder.roles(op) if _is_attention(op) else ()
+        return next((role for role in roles if role.label == attention and role.fills(axis.size)), None)
+    if not _is_attention(op) and not _mixes(builder, op, sequence):
+        return None
+    heads = [role for role in builder.roles(op) if role.atom in builder.analysis.owned - sequence]
+    left = {role.atom: builder.left_of(op, axis, role.atom) for role in heads}
+    return next((role for role in heads if left[role.atom] and left[role.atom] % axis.size == 0), None)
+
+
+def _mixes(builder: PlanBuilder, op: Op, sequence: set[int]) -> bool:
+    """Whether a tensor of an op has two dims of places: scores [queries, keys]."""
+    analysis, signature = builder.analysis, builder.signature(op)
+    for bound in (*signature.inputs, *signature.outputs):
+        places = [dim for dim in analysis.dims[bound.value] if sequence.intersection(analysis.atoms.splittable(dim))]
+        if len(places) > 1:
+            return True
+    return False
 
 
 def ep(builder: PlanBuilder, axis: Axis) -> None:
@@ -189,7 +209,8 @@ def build_plan(
 
 def apply(builder: PlanBuilder, request: PolicyRequest, size: int = 0) -> None:
     """Apply a request to a plan builder, for the whole model or a stage of `size` devices."""
-    for name, axis in request.parts_of(size):
+    parts = sorted(request.parts_of(size), key=lambda part: part[0] in CONTEXT)  # Ulysses takes heads that tp leaves
+    for name, axis in parts:
         outer = outer_of(axis.name, builder.mesh)
         if outer is None:
             POLICIES[name](builder, axis)

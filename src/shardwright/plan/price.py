@@ -28,7 +28,7 @@ from .op_kinds import OpKinds
 from .plan import Plan
 from .problem_structure import EdgeEnd, EdgeTable, FactorEntry, OpTable, ProblemStructure, Table, UseTable
 from .search import solve
-from .spaces import ChoiceSpaces
+from .spaces import ChoiceSpaces, FixedChoices
 from .storage_options import StoragePricing
 from .tables import Tables
 
@@ -163,7 +163,7 @@ def price(
     decisions: dict[str, object] = {**choices, **plan.storage}
     kinds = OpKinds(analysis, training, decisions, plan.entries[entry][0].chunked_loss)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
-    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=choices)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=FixedChoices(choices))
     tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
     solution = solve(tables.problem())
     if solution.states is None:
@@ -336,9 +336,9 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
         for sent in algorithm_collectives(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
             time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
-                yield sent.when, sent.collective, sent.axes, time, False
+                yield sent.when, sent.collective, sent.axes, time, sent.overlapped
             if sent.when == "forward" and again:
-                yield "backward", sent.collective, sent.axes, time, False
+                yield "backward", sent.collective, sent.axes, time, sent.overlapped
 
 
 def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from typing import Any
 from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..errors import PlanError
+from ..formats import read_json
 from ..ir import Graph
-from .file import load
+from .file import load, validate
 from .plan import Plan
 from .search_options import SearchOptions
 from .strings import PolicyRequest, parse_plan_string
@@ -56,24 +56,17 @@ class PlanFile:
 
     @cached_property
     def data(self) -> Mapping[str, Any]:
-        """The file as JSON, not checked: a graph is needed for that."""
-        try:
-            data = json.loads(self.path.read_text())
-        except ValueError as error:
-            raise PlanError(f"{self.path} is not a plan file: it is not JSON ({error})") from error
-        if not isinstance(data, dict):
-            raise PlanError(f"{self.path} is not a plan file: it holds a {type(data).__name__}")
+        """The file, as far as it can be checked without a graph."""
+        data: Mapping[str, Any] = read_json(self.path, PlanError)
+        validate(data, self.path)
         return data
 
     @property
     def size(self) -> int:
         """The number of devices that the plan is for."""
-        try:
-            stages = next(iter(self.data["entries"].values()), ())
-            devices = {device for stage in stages for device in stage.get("devices", ())}
-            return len(devices) or math.prod(self.data["mesh"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{self.path} is not a plan file: it has no mesh ({error})") from error
+        stages = next(iter(self.data["entries"].values()), ())
+        devices = {device for stage in stages for device in stage.get("devices", ())}
+        return len(devices) or math.prod(self.data["mesh"].values())
 
 
 PlanSource = AutoPlan | PolicyRequest | PlanFile | Plan | PolicyFunction

@@ -67,6 +67,14 @@ Measured = tuple[ChoiceSpace, tuple[tuple[AlgorithmCollective, ...], ...]]
 """A space without what ops send by themselves, and that, in each state."""
 
 
+@dataclass(frozen=True, slots=True)
+class FixedChoices:
+    """The choice of every op, if it is known. Those in `free` may do all they can beside it, without pruning."""
+
+    choices: Mapping[str, Mapping[str, str]] | None = None
+    free: Collection[str] = ()
+
+
 class ChoiceSpaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
 
@@ -76,16 +84,13 @@ class ChoiceSpaces:
         moves: ReshardTables,
         *,
         data: Iterable[str] = (),
-        fixed: Mapping[str, Mapping[str, str]] | None = None,
+        fixed: FixedChoices = FixedChoices(),
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
-        free: Collection[str] = (),
         demands: Mapping[str, Sequence[ChoiceDemand]] | None = None,
         twins: Iterable[Iterable[int]] = (),
         like: ChoiceSpaces | None = None,
     ) -> None:
-        """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
-
-        `free`: ops that may do all they can, without pruning, beside what is fixed.
+        """`data`: axes that split the batch and nothing else. `fixed`: what is known of the choices.
 
         `allowed`: for some ops on some axes the choices that are tried, if there are such ("" is not split).
         `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
@@ -94,8 +99,8 @@ class ChoiceSpaces:
         """
         self.kinds, self.analysis, self.moves, self.mesh = kinds, kinds.analysis, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
-        self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
-        self.free = frozenset(free)
+        self.data, self.allowed = frozenset(data), allowed or {}
+        self.fixed, self.free = fixed.choices, frozenset(fixed.free)
         self.demands = demands or {}
         self.twins = {kind: group for group in map(tuple, twins) for kind in group}
         self._known: dict[int, ChoiceSpace] = {}
@@ -150,9 +155,10 @@ class ChoiceSpaces:
             return space
         used = space.used.copy()
         for state, sent in enumerate(sends):
-            for kind, bytes, axes, when in sent:
-                at = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
-                used[state, at] += self.moves.waited(kind, bytes, axes)
+            for message in sent:
+                how = "BESIDE" if message.overlapped else "SEND"
+                at = Resource[f"{how}_{message.when.upper()}"]
+                used[state, at] += self.moves.waited(*message[:3])
         return replace(space, used=used)
 
     def _measure(self, op: Op) -> Measured:

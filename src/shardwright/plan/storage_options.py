@@ -31,6 +31,11 @@ OVERLAPPED_WITH = {
 }  # fmt: skip
 """The resource that a collective of a phase takes."""
 
+SLOWED = {
+    Resource.BESIDE_FORWARD: Resource.COMPUTE_FORWARD, Resource.BESIDE_BACKWARD: Resource.COMPUTE_BACKWARD
+}  # fmt: skip
+"""The kernels that run beside it."""
+
 KERNELS = 8
 """Of an optimizer's step on one parameter."""
 
@@ -42,6 +47,7 @@ class ParameterCollective(NamedTuple):
     collective: Collective
     axes: tuple[str, ...]
     seconds: float
+    slowdown: float = 0.0  # how much longer kernels take that run beside it, which share the memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +129,8 @@ class StoragePricing:
             used[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
         for sent in self.sends(parameter, layout, storage, unit):
             used[sent.resource] += sent.seconds
+            if sent.resource in SLOWED:
+                used[SLOWED[sent.resource]] += sent.slowdown
         if self.spaces.backward and parameter.trainable:
             true = training.true_item(value)
             used[Resource.STORED] += share.gradient * true + share.state * training.state_item(value)
@@ -159,9 +167,10 @@ class StoragePricing:
             bucket = max(elements * size, pack * size if in_units else BUCKET)
             times = 1.0 if in_units or resource == Resource.UPDATE else 1.0 / training.accumulate
             seconds = self.moves.collective(sent.collective, bucket, sent.axes) * elements * size / bucket * times
+            slowdown = seconds * self.moves.memory_share(sent.axes)
             copies = 6 if self.moves.traits.copies and sent.collective != "all_reduce" else 2  # see `BackendTraits`
             seconds += times * self.moves.copy(copies * elements * size)
-            yield ParameterCollective(resource, sent.collective, sent.axes, seconds)
+            yield ParameterCollective(resource, sent.collective, sent.axes, seconds, slowdown)
 
     def _update(self, bytes: float) -> float:
         """Seconds of the optimizer for so many bytes of a parameter.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError, ScheduleError
-from ..layout import Axis, Mesh
+from ..layout import MOST_DEVICES, Axis, Mesh
 from ..rules.replica_axes import REPLICAS
 from ..schedule import KINDS, ScheduleKind, schedule_kind, schedule_names
 from ..storage import SHARDED_KINDS
@@ -183,6 +183,8 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
     if policy not in names:
         known = ", ".join((*names, "pp", RECOMPUTE, CHUNKED_LOSS, schedule_names()))
         raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
+    if number.isdigit() and (len(number) > 9 or int(number) > MOST_DEVICES):
+        raise PlanError(f"the plan {text[:100]!r} gives {policy} {number[:20]} devices; there may be {MOST_DEVICES}")
     if not equals or not number.isdigit():
         raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")
     if int(number) < 2:

@@ -24,7 +24,7 @@ from .op_kinds import OpKinds
 from .plan import Plan
 from .problem_structure import ProblemStructure
 from .search import CostFactor, Problem, solve
-from .spaces import ChoiceSpaces
+from .spaces import ChoiceSpaces, FixedChoices
 from .storage_options import StoragePricing
 from .tables import Tables
 
@@ -124,8 +124,8 @@ def _tables(query: WhatIfQuery, *, follow: bool) -> Tables:
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in query.recompute})
     names = plan.mesh.names
     data = query.rows if not follow else query.rows or names[: len(names) == 3]
-    fixed = None if follow else choices
-    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, query.cluster), data=data, fixed=fixed, free=query.ops)
+    fixed = FixedChoices(None if follow else choices, query.ops)
+    spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, query.cluster), data=data, fixed=fixed)
     return Tables(skeleton, spaces, StoragePricing(spaces, fixed=None if follow else plan.storage), query.rows)
 
 

@@ -166,6 +166,19 @@ def _eye(call: Resized) -> dict[str, Any]:
     return {"n": rows, "m": columns}
 
 
+def _attention(call: Resized) -> dict[str, Any]:
+    """A window stays one: it reaches as far into the small sequence as into the real one, at least by a key."""
+    before, after, prefix = (call.op.argument(name) for name in ("before", "after", "prefix"))
+    real, small = call.inputs[1][-2], call.small_inputs[1][-2]
+
+    def resized(reach: int | None) -> int | None:
+        return (
+            reach if reach is None or abs(reach) <= 1 else (1 if reach > 0 else -1) * max(1, abs(reach) * small // real)
+        )
+
+    return {"before": resized(before), "after": resized(after), "prefix": resized(prefix)}
+
+
 _CHANGES: dict[str, Callable[[Resized], dict[str, Any]]] = {
     "arange": _arange, "linspace": _linspace, "slice": _slice, "slice_scatter": _slice_scatter,
     "narrow": _narrow, "select": _select, "split": _split,
@@ -173,4 +186,5 @@ _CHANGES: dict[str, Callable[[Resized], dict[str, Any]]] = {
     "repeat": _repeat, "tile": _repeat, "repeat_interleave": _repeat_interleave, "topk": _along("k"),
     "one_hot": _one_hot, "embedding": _embedding, "unflatten": _unflatten, "conv1d": _convolution,
     "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution, "eye": _eye,
+    "attention": _attention,
 }  # fmt: skip

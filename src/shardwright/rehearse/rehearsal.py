@@ -82,9 +82,7 @@ def rehearse(
     return small.result(f"{captured.graph.name}, {name}", known, report, time.monotonic() - began)
 
 
-def _run(
-    small: SmallPlan, optimizer: MakeOptimizer | str, steps: int, name: str, options: CompileOptions
-) -> Report:
+def _run(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int, name: str, options: CompileOptions) -> Report:
     """Train the small graph on one device and under its plan."""
     reference, request = _reference(small, optimizer, steps), PlanRequest(source=small.plan)
     run = ComparisonOptions(limit=TOLERANCE[torch.float64], directory=options.directory, timeout=options.timeout)

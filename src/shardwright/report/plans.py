@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..errors import PlanError
+from ..formats import read_json
 from ..plan import Plan, PlanStage
 from ..plan.file import mesh_of, read_storage, validate
 
 
 def read_plan(path: str | Path) -> Plan:
     """A plan as it is in the file, with starred names: to show, not to lower."""
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is not JSON: {error}") from error
+    data = read_json(path, PlanError)
     validate(data, path)
     entries = {
         entry: tuple(

@@ -164,7 +164,7 @@ def _memory(predicted: Predicted) -> Iterator[RenderableType]:
 def _most_expensive(title: str, parts: Sequence[Predicted], step: float, *more: str) -> Table:
     table = table_of(title, *more, ">count", ">time", ">share")
     for part in parts:
-        sends = (Text(part["sends"]),) if more else ()
+        sends = (Text(part.get("sends", "")),) if more else ()
         numbers = (str(part["count"]), format_time(part["seconds"]), percent(part["seconds"] / step))
         table.add_row(Text(f"  {part['name']}"), *sends, *numbers)
     if not parts:

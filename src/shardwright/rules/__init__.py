@@ -2,15 +2,17 @@
 
 Read `notation.py` (a rule as text), `dims.py` and `registry.py` (rules of calls; the definitions of ops fill the
 registry), `atoms.py` (factors of dims, shared by unification), `signature.py` and `role.py` (a rule bound to a call,
-and the layouts of each way to split it), `random_ops.py` (which ops draw random numbers).
+and the layouts of each way to split it), `binding.py` (which binds the rules of a graph), `random_ops.py` (which ops
+draw random numbers).
 """
 
 from .atoms import Atoms
+from .binding import Find, analyse
 from .notation import Rule, parse
 from .random_ops import is_random
 from .registry import OpCall, find_rule, has_rule, known_targets, register
 from .role import FAN, ROWS, STRIPED, Choices, Role, without_stripes
-from .signature import Analysis, Find, Signature, analyse
+from .signature import Analysis, Signature
 
 __all__ = [
     "FAN",

@@ -9,6 +9,7 @@ file that reads rank, world size and environment.
 from shardwright.control_flow import cond, scan, while_loop
 from shardwright.storage import ParameterSpec
 
+from .algorithms.attention import attention
 from .algorithms.chunked_losses import linear_cross_entropy, logsumexp
 from .algorithms.context_attention import context_attention
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
@@ -36,6 +37,7 @@ __all__ = [
     "all_gather_linear",
     "all_gather_linears",
     "all_reduce_pending",
+    "attention",
     "batch_norm",
     "begin_count",
     "comm",

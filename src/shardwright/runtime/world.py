@@ -28,6 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 from shardwright.errors import LayoutError, RankError
 from shardwright.layout import Mesh
 
+from .agent import end_with_agent
+from .attempt import agree_on_attempt
 from .slurm import joined_by_srun
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -44,6 +46,7 @@ class World:
 
 def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
     """Join the other ranks if torchrun or srun started any, and say who this rank is. May be called again."""
+    end_with_agent()
     if not dist.is_initialized():
         os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -63,15 +66,14 @@ def _join(backend: str, wait: timedelta) -> None:
     """Join the other ranks of this attempt.
 
     After a failure torchrun starts all processes again beside the store that the last ones have filled, and torch would
-    read the addresses of those that are gone: so every attempt has keys of its own.
+    read the addresses of those that are gone: so every attempt has keys of its own (see `attempt.py`).
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is None:
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         dist.init_process_group(backend, timeout=wait)
         return
     store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
     store.set_timeout(wait)
-    apart = PrefixStore(f"shardwright/attempt-{attempt}-of-{size}", store)
+    apart = PrefixStore(f"shardwright/attempt-{agree_on_attempt(store, rank, size, wait)}", store)
     dist.init_process_group(backend, store=apart, rank=rank, world_size=size, timeout=wait)
 
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from ..errors import ScheduleError, raise_all
+from ..layout import MOST_DEVICES
 
 StepKind = Literal["P", "F", "B", "W"]
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
-STEP = re.compile(r"([PFBW])(\d+)\.(\d+)")
+STEP = re.compile(r"([PFBW])(\d{1,9})\.(\d{1,9})")
 
 Devices = tuple[int, ...]
 
@@ -39,7 +40,9 @@ class Step(NamedTuple):
     def parse(text: str) -> Step:
         """The step that is written so: "F0.3"."""
         if not (match := STEP.fullmatch(text)):
-            raise ScheduleError(f"{text!r} is no step; write kind, stage and microbatch as in F0.3, kind one of PFBW")
+            raise ScheduleError(
+                f"{text[:80]!r} is no step; write kind, stage and microbatch as in F0.3, kind one of PFBW"
+            )
         return Step(cast(StepKind, match[1]), int(match[2]), int(match[3]))
 
 
@@ -166,7 +169,9 @@ def read_devices(text: str) -> Devices:
     """Devices from "0-3,8"."""
     devices: list[int] = []
     for word in text.split(","):
-        if not (run := re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)):
-            raise ScheduleError(f"{text!r} names no devices; write them as in 0-3,8")
+        if not (run := re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", word)):
+            raise ScheduleError(f"{text[:80]!r} names no devices; write them as in 0-3,8")
+        if int(run[2] or run[1]) >= MOST_DEVICES:
+            raise ScheduleError(f"device {run[2] or run[1]} is too many; there may be {MOST_DEVICES}")
         devices += range(int(run[1]), int(run[2] or run[1]) + 1)
     return tuple(devices)

@@ -20,6 +20,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..errors import InputError, raise_all
+from ..formats import compose_yaml, parse_yaml, read_text
 
 Keys = Mapping[str, "Keys | None"]
 """The keys that a config may have; None below one whose keys are not known here."""
@@ -47,13 +48,9 @@ class Config:
 
 def read_config(path: Path) -> Config:
     """Read a file of settings."""
-    try:
-        text = path.read_text()
-        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path} is not YAML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not text: {error}") from error
+    content = read_text(path, InputError)
+    node = compose_yaml(content, path, InputError, yaml.SafeLoader)
+    values = parse_yaml(content, path, InputError, yaml.SafeLoader)  # keys that stand twice are named with their lines
     if not isinstance(values, dict):
         raise InputError(f"{path} has no settings: it holds a {type(values).__name__}, and must be keys with values")
     lines: dict[Route, int] = {}

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ..data import Loader, loader
+from ..data import Loader, PackedDocuments, loader
 from ..data.loader import place_of
 from ..data.stream import is_stream
 from ..errors import InputError
 from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.model.reduction import LossReduction
 from .batches import samples_in
 from .options import LoaderOptions
 
@@ -59,8 +60,11 @@ class BatchSource:
         options = self.options
         whose: dict[str, Any] = {} if model is not None else {"rank": rank, "ranks": ranks}
         shuffle = self.sampler is None and not is_stream(self.data) if self.shuffle is None else self.shuffle
+        data = self.data
+        if options.packing is not None:
+            data, shuffle = PackedDocuments(data, options.packing, shuffle=shuffle, seed=self.seed), False
         return loader(
-            self.data, self.rows, model=model, seed=self.seed, last=options.last, ignore=options.ignore,
+            data, self.rows, model=model, seed=self.seed, last=options.last, ignore=options.ignore,
             shuffle=shuffle,
             workers=options.workers, collate=options.collate or default_collate, draw_by_row=options.draw_by_row,
             sampler=None if self.sampler is None else self.sampler(self.data), **whose, **self._more(),
@@ -100,6 +104,19 @@ def updates(parts: Iterator[UpdateBatch], count: int) -> Iterator[list[UpdateBat
     """Batches grouped by update; the last group of an epoch may be smaller."""
     while taken := list(islice(parts, count)):
         yield taken
+
+
+def check_packing(options: LoaderOptions, reduction: LossReduction, data: Any) -> None:
+    """Refuse settings under which the loss of packed documents would not be the mean over their tokens."""
+    if options.packing is None:
+        return
+    if isinstance(data, DataLoader | Loader):
+        raise InputError("loader.packing packs documents, but the data yields batches already: pass the documents")
+    if reduction == "mean":
+        raise InputError(
+            'loader.packing: sequences have unequally many labels, so a mean by samples is not that over all tokens; '
+            'set optimization.reduction="token"'
+        )
 
 
 def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch.utils.data import Dataset, Sampler
 
+from ..data import Packing
 from ..errors import InputError
 from ..options import MOVED
 from ..runtime.model.reduction import LossReduction, reduction_fault
@@ -30,6 +31,7 @@ class LoaderOptions:
     draw_by_row what the dataset draws for a row comes from seed, epoch and row alone, see docs/data.md
     collate     a function from a list of rows to a batch, if torch's own will not do
     sampler     from the dataset to an order of its rows, the same on all ranks; else `shuffle`
+    packing     pack the rows, which are documents of tokens, into sequences; a batch counts sequences then
     options     anything else that torch.utils.data.DataLoader takes
     """
 
@@ -42,9 +44,13 @@ class LoaderOptions:
     draw_by_row: bool = False
     collate: Callable[[list[Any]], Any] | None = None
     sampler: Callable[[Dataset], Sampler] | None = None  # type: ignore[type-arg]  # as a config file names a class
+    packing: Packing | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("sampler", "draw_by_row"):
+            if self.packing is not None and getattr(self, name):
+                raise InputError(f"loader.{name} is for rows that are samples; with loader.packing leave it out")
         if self.workers < 0:
             raise InputError(f"loader.workers={self.workers} is no number of processes")
         if self.prefetch is not None and not self.workers:

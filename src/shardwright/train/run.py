@@ -6,6 +6,7 @@ run/
   generated/         the code that runs
   metrics.csv, ...   logs
   checkpoints/       see docs/checkpoints.md
+  .lock              which process writes here
   finished           how it ended; absent while it runs, or if it was killed
 """
 
@@ -16,6 +17,7 @@ from typing import Literal
 
 from ..checkpoint import CheckpointFolder, checkpoint_at, checkpoints_in
 from ..checkpoint.disk import replace_text
+from ..checkpoint.folder_lock import FolderLock, acquire
 from ..errors import CheckpointError, InputError
 
 CONFIG, PLAN, GENERATED, CHECKPOINTS, FINISHED = "config.yaml", "plan.json", "generated", "checkpoints", "finished"
@@ -27,6 +29,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: FolderLock | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -75,6 +78,15 @@ class RunFolder:
         if path.exists() and path.read_text() != text:
             path.rename(unused(self.path / f"plan-until-{step:06d}.json", path.read_text()))
         replace_text(path, text)
+
+    def own(self) -> None:
+        """Become the only run that writes here, or refuse to."""
+        self._lock = acquire(self.path)
+
+    def give_free(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def begin(self) -> None:
         """Mark the run as running."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..cluster import find as find_cluster
 from ..compile import count_replicas, write
+from ..data import Packing
 from ..errors import ClusterError, InputError, PlanError
 from ..options import PipelineOptions
 from ..parallelize import cluster_size, parallelize, planned, read_request
@@ -35,7 +36,7 @@ from .model_with_loss import with_loss
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-SETTINGS = (__package__, PipelineOptions.__module__)  # whose dataclasses are settings
+SETTINGS = (__package__, PipelineOptions.__module__, Packing.__module__)  # whose dataclasses are settings
 LONG = 20  # a longer list is data, not a setting
 
 
@@ -160,11 +161,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
-    if (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value).__module__.startswith(SETTINGS)
-    ):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith(SETTINGS):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple) and len(value) > LONG:
         return f"{len(value)} of {type(value[0]).__name__}"

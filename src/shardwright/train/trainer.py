@@ -34,7 +34,7 @@ from ..runtime.world import here, start
 from .agreement import Agreement
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
-from .feed import BatchSource, sizes_of
+from .feed import BatchSource, check_packing, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
 from .loop import Progress, TrainingLoop
 from .meters import Meter
@@ -142,6 +142,7 @@ class Trainer:
         sizes = self.optimization.micro_batch_size, self.optimization.accumulate
         rows, self.accumulate = sizes_of(batch_size, *sizes, train_data)
         options = read_options(LoaderOptions, loader)
+        check_packing(options, self.optimization.reduction, train_data)
         self.source = BatchSource(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
                              sampler=options.sampler)  # fmt: skip
         self.val_source = None if val_data is None else BatchSource(
@@ -292,6 +293,7 @@ class Trainer:
         finally:
             self.fire("on_finish")
             self._finish_logs()
+            self.run.give_free()
 
     def _compile(self) -> None:
         """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
@@ -328,6 +330,8 @@ class Trainer:
         def find() -> Path | None:
             if not meeting.first:
                 return None
+            if write:
+                self.run.own()
             if self.resume is not None:
                 return self.run.find(self.resume, kept.metric, kept.mode)
             if write:

@@ -70,6 +70,7 @@ class GraphBuilder:
     notes: list[str] = field(default_factory=list)
     loose: set[str] = field(default_factory=set)  # values whose strides may differ from the traced ones
     renamed: dict[str, str] = field(default_factory=dict)  # values that another one now stands for
+    names: dict[str, str] = field(default_factory=dict)  # of values that a line of the user's would name wrongly
 
     def now(self, name: str) -> str:
         """The value that stands for `name` after clean-up."""

@@ -40,7 +40,8 @@ def value_names(
             assigned = _assigned(builder.steps, index)
         for number, name in enumerate(step.outputs):
             role = (roles or {}).get(name) or _returned_name(builder.steps, index)
-            options[name] = _assigned_name(step, assigned, number) or role or _own_name(step, options)
+            written = builder.names.get(name) or _assigned_name(step, assigned, number)
+            options[name] = written or role or _own_name(step, options)
     return _numbered(options)
 
 

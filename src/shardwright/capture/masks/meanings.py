@@ -1,8 +1,4 @@
-"""What each element of a tensor is, as a function of its place: an abstract interpreter of the ops that make masks.
-
-    Count(Affine)                      a whole number that grows with the indices: positions
-    Cases((Predicate, number)*)        one of a few numbers, decided by the place; the predicates exclude each other
-    Element(value, place)              an element of another value of the graph, of which nothing more is known
+"""An abstract interpreter of the ops that make masks: what each element of a value is (`meaning.py`).
 
 An op that is not known gives elements of its own result, so there is a meaning for everything and never a guess.
 An elementwise op on `Cases` is run, by torch itself, on the numbers of each case: what it does to types, infinities
@@ -24,6 +20,7 @@ from ..building.graph_builder import DraftOp, GraphBuilder, ValueInfo, ValueRef,
 from ..building.schema import torch_op
 from .by_value import cases_of, count_of
 from .known_values import KnownValues, run_step
+from .meaning import Cases, Count, Element, Meaning, Number, boolean, broadcast, disjoint, exclusive, moved
 from .places import place_of
 from .predicates import (
     LARGEST,
@@ -31,62 +28,27 @@ from .predicates import (
     Equal,
     Flag,
     NonNegative,
-    Place,
+    Ordered,
     Predicate,
-    at,
     conjunction,
-    disjunction,
     index,
     negated,
     size,
     zero,
 )
 
-Number = bool | int | float
 EXACT = {"int64": 2**24, "int32": 2**24, "float64": 2**24, "float32": 2**24, "bfloat16": 2**8, "float16": 2**11}
 """Whole numbers up to these are exact in a dtype, and in those that it is promoted to."""
 
 ELEMENTWISE = frozenset({"_to_copy", "where", "masked_fill"})
 """Elementwise ops that torch does not tag as such, in all overloads or in some."""
 
+INTEGERS = frozenset({"int64", "int32"})
+ORDERS = {"ge": 0, "gt": 1, "le": 0, "lt": 1}
+"""Comparisons, with what one side must be larger by."""
+
 LIKE = frozenset({"full_like", "ones_like", "zeros_like"})
 SAME = frozenset({"clone", "contiguous", "detach", "alias"})
-MAX_CASES = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    number: Affine
-
-
-@dataclass(frozen=True, slots=True)
-class Cases:
-    cases: tuple[tuple[Predicate, Number], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Element:
-    value: str
-    place: Place
-
-
-Meaning = Count | Cases | Element
-
-
-def moved(meaning: Meaning, place: Sequence[Affine]) -> Meaning:
-    """The meaning of a tensor whose element i is the old one at `place`."""
-    if isinstance(meaning, Count):
-        return Count(meaning.number.at(place))
-    if isinstance(meaning, Element):
-        return Element(meaning.value, tuple(number.at(place) for number in meaning.place))
-    return _cases([(at(predicate, place), number) for predicate, number in meaning.cases])
-
-
-def broadcast(meaning: Meaning, shape: Sequence[int], target: Sequence[int]) -> Meaning:
-    """The meaning of a tensor of `shape`, broadcast to `target`."""
-    lead = len(target) - len(shape)
-    place = [Affine(0) if length == 1 else index(lead + dim) for dim, length in enumerate(shape)]
-    return moved(meaning, place)
 
 
 @dataclass(slots=True)
@@ -202,10 +164,9 @@ class Meanings:
         counted = self._counted(step, kind, info, operands)
         if counted is not None:
             return counted
-        if kind in ("eq", "ne"):
-            same = self._same(step, kind, operands)
-            if same is not None:
-                return same
+        compared = self._same(step, kind, operands) if kind in ("eq", "ne") else self._data(step, kind, info, operands)
+        if compared is not None:
+            return compared
         cases = {name: self._as_cases(meaning) for name, meaning in operands.items()}
         return self._run(step, cases)
 
@@ -243,10 +204,24 @@ class Meanings:
         first, other = sides
         assert isinstance(first, Element)
         assert isinstance(other, Element)
-        if any(self.info(side.value).floating for side in (first, other)):  # nan is not equal to itself
+        if any(self.info(side.value).floating or side.plus for side in (first, other)):  # nan is not equal to itself
             return None
         equal: Predicate = Equal(first.value, first.place, other.value, other.place)
         return boolean(equal if kind == "eq" else negated(equal))
+
+    def _data(self, step: DraftOp, kind: str, info: ValueInfo, operands: Mapping[str, Meaning]) -> Meaning | None:
+        """Whole numbers that are data: one of them moved by a number, or which of two of one tensor is larger."""
+        first, other = (operands.get(getattr(step.arguments.get(name), "name", "")) for name in ("self", "other"))
+        if not isinstance(first, Element) or self.info(first.value).dtype not in INTEGERS:
+            return None
+        number = _as_count(operands, step.arguments.get("other"))
+        if kind in ("add", "sub") and number is not None and not number.terms and "alpha" not in step.arguments:
+            plus = first.plus + (number.constant if kind == "add" else -number.constant)
+            return Element(first.value, first.place, plus) if info.dtype == self.info(first.value).dtype else None
+        if not isinstance(other, Element) or first.value != other.value or kind not in ORDERS:
+            return None
+        larger, smaller = (first, other) if kind in ("ge", "gt") else (other, first)
+        return boolean(Ordered(first.value, larger.place, smaller.place, larger.plus - smaller.plus - ORDERS[kind]))
 
     def _as_cases(self, meaning: Meaning) -> Cases | None:
         if isinstance(meaning, Element) and self.info(meaning.value).dtype == "bool":
@@ -272,27 +247,7 @@ class Meanings:
             (result,) = run_step(step, inputs)
             number = result.item()
             outcomes.setdefault((type(number), repr(number)), (number, []))[1].append(predicate)
-        return _disjoint(list(outcomes.values()))
-
-
-def _disjoint(outcomes: Sequence[tuple[Number, list[Predicate]]]) -> Cases | None:
-    if not outcomes or len(outcomes) > MAX_CASES:
-        return None
-    if len(outcomes) == 1:
-        return Cases(((True, outcomes[0][0]),))
-    if len(outcomes) == 2:  # one is what the other is not: of the two the simpler way to say it
-        first, other = sorted(outcomes, key=lambda outcome: len(outcome[1]))
-        predicate = disjunction(first[1])
-        return _cases([(predicate, first[0]), (negated(predicate), other[0])])
-    return _cases([(disjunction(predicates), number) for number, predicates in outcomes])
-
-
-def _cases(cases: Sequence[tuple[Predicate, Number]]) -> Cases:
-    return Cases(tuple((predicate, number) for predicate, number in cases if predicate is not False))
-
-
-def boolean(predicate: Predicate) -> Cases:
-    return _cases([(predicate, True), (negated(predicate), False)])
+        return disjoint(list(outcomes.values()))
 
 
 COMPARISONS: dict[str, Callable[[Affine], Predicate]] = {
@@ -350,7 +305,7 @@ def _created(step: DraftOp, kind: str, info: ValueInfo) -> Meaning | None:
 def boolean_numbers(predicate: Predicate, info: ValueInfo) -> Cases:
     """1 where a predicate holds and 0 elsewhere, in a dtype."""
     numbers = [_single(number, ValueInfo((), info.dtype)).item() for number in (1, 0)]
-    return _cases([(predicate, numbers[0]), (negated(predicate), numbers[1])])
+    return exclusive([(predicate, numbers[0]), (negated(predicate), numbers[1])])
 
 
 def _triangle(meaning: Meaning, kind: str, diagonal: int, info: ValueInfo) -> Meaning | None:
@@ -364,13 +319,13 @@ def _triangle(meaning: Meaning, kind: str, diagonal: int, info: ValueInfo) -> Me
     for predicate, number in ((negated(inside), nothing), *((conjunction([inside, p]), n) for p, n in meaning.cases)):
         if predicate is not False:
             outcomes.setdefault(repr(number), (number, []))[1].append(predicate)
-    return _disjoint(list(outcomes.values()))
+    return disjoint(list(outcomes.values()))
 
 
 def _summed(meaning: Meaning, dim: int, dtype: str) -> Meaning | None:
     """The running sum of one and the same whole number: positions."""
     factor = _as_count({"x": meaning}, ValueRef("x"))
-    if factor is None or factor.terms or dtype not in ("int64", "int32"):
+    if factor is None or factor.terms or dtype not in INTEGERS:
         return None
     return Count((index(dim) + Affine(1)).times(factor.constant))
 

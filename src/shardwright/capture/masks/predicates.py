@@ -5,6 +5,7 @@
                 | NonNegative(Affine)                                   Affine >= 0
                 | Flag(value, place)                                    a boolean tensor, read at a place
                 | Equal(value, place, value, place)                     two elements of tensors are the same
+                | Ordered(value, place, place, number)                  one element + number >= another one
                 | Conjunction(Predicate*) | Disjunction(Predicate*)
 
 A place is one `Affine` for each dim of the tensor that is read. Every predicate stands for a boolean tensor: it is a
@@ -88,6 +89,14 @@ class Equal:
 
 
 @dataclass(frozen=True, slots=True)
+class Ordered:
+    value: str
+    place: Place
+    other_place: Place
+    constant: int
+
+
+@dataclass(frozen=True, slots=True)
 class Conjunction:
     parts: tuple[Predicate, ...]
 
@@ -97,7 +106,7 @@ class Disjunction:
     parts: tuple[Predicate, ...]
 
 
-Predicate = bool | NonNegative | Flag | Equal | Conjunction | Disjunction
+Predicate = bool | NonNegative | Flag | Equal | Ordered | Conjunction | Disjunction
 
 
 def zero(number: Affine) -> Predicate:
@@ -160,6 +169,8 @@ def negated(predicate: Predicate) -> Predicate:
         return disjunction(negated(part) for part in predicate.parts)
     if isinstance(predicate, Disjunction):
         return conjunction(negated(part) for part in predicate.parts)
+    if isinstance(predicate, Ordered):
+        return Ordered(predicate.value, predicate.other_place, predicate.place, -predicate.constant - 1)
     return replace(predicate, negated=not predicate.negated)
 
 
@@ -173,9 +184,9 @@ def rewritten(
         return leaf(change(predicate.number))
     if isinstance(predicate, Flag):
         return replace(predicate, place=tuple(map(change, predicate.place)))
-    if isinstance(predicate, Equal):
-        places = (tuple(map(change, place)) for place in (predicate.place, predicate.other_place))
-        return _equality(predicate, *places)
+    if isinstance(predicate, Equal | Ordered):
+        place, other = (tuple(map(change, place)) for place in (predicate.place, predicate.other_place))
+        return _equality(predicate, place, other) if isinstance(predicate, Equal) else _order(predicate, place, other)
     join = conjunction if isinstance(predicate, Conjunction) else disjunction
     return join(rewritten(part, change, leaf) for part in predicate.parts)
 
@@ -184,6 +195,10 @@ def _equality(predicate: Equal, place: Place, other_place: Place) -> Predicate:
     if predicate.value == predicate.other and place == other_place:
         return not predicate.negated
     return replace(predicate, place=place, other_place=other_place)
+
+
+def _order(predicate: Ordered, place: Place, other_place: Place) -> Predicate:
+    return predicate.constant >= 0 if place == other_place else replace(predicate, place=place, other_place=other_place)
 
 
 def at(predicate: Predicate, place: Sequence[Affine]) -> Predicate:

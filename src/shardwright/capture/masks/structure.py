@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ...ir import MaskStructure
-from .meanings import Cases, Element, Meaning
+from .meaning import Cases, Element, Meaning
 from .predicates import (
     Affine,
     Conjunction,
@@ -14,6 +15,7 @@ from .predicates import (
     Equal,
     Flag,
     NonNegative,
+    Place,
     Predicate,
     at,
     disjunction,
@@ -42,6 +44,23 @@ def visible(meaning: Meaning, dtype: str) -> Predicate:
         if number != 0 and not number <= NEVER:
             raise NotStructured(f"it adds {number:g} to scores")
     return disjunction(predicate for predicate, number in meaning.cases if number == 0)
+
+
+def hides_with_a_number(meaning: Meaning) -> bool:
+    """Whether a mask adds a finite number to scores: to a query that sees nothing it then gives uniform weights."""
+    return isinstance(meaning, Cases) and any(-math.inf < number < 0 for _, number in meaning.cases)
+
+
+def rows_of(predicate: Predicate, shape: Sequence[int]) -> dict[str, tuple[Place, ...]]:
+    """The values that a condition reads, each with the places at which it does."""
+    rows: dict[str, tuple[Place, ...]] = {}
+    decided = within(predicate, shape)
+    for part in decided.parts if isinstance(decided, Conjunction) else (decided,):
+        if isinstance(part, Flag):
+            rows[part.value] = (*rows.get(part.value, ()), part.place)
+        elif isinstance(part, Equal):
+            rows[part.value] = (*rows.get(part.value, ()), part.place, part.other_place)
+    return rows
 
 
 def structure_of(predicate: Predicate, shape: Sequence[int]) -> MaskStructure:

@@ -347,6 +347,3 @@ def _undominated(solutions: Sequence[StageSolution], time: np.ndarray, weights: 
             front.append(solution)
             least = bytes
     return front
-
-
-

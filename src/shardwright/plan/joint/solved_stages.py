@@ -133,7 +133,6 @@ class Refiner:
         )
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class SolvedPipeline:
     """A trial with its segments solved."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_kernels import CHUNK, AttentionKernel, finite
+from .attention_kernels import CHUNK, BlockKernel, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,13 @@ def attend(
 
     k and v may have fewer heads. A query that sees none of the keys has a result of 0 and a log-sum-exp of -inf.
     """
-    kernel = AttentionKernel.of(q, v, scale)
+    kernel = BlockKernel.of(q, v, scale)
     block = _Block(queries, keys, visible)
     pieces = list(block.pieces(chunked=not kernel.fused))
     if len(pieces) == 1 and len(pieces[0].rows) == queries.count:  # nothing to join, nothing to copy
         return _attend_piece(kernel, q, k, v, block, pieces[0])
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=kernel.precision)
+    batch, heads, count, _ = q.shape
+    out = q.new_zeros((batch, count, heads, v.shape[-1]), dtype=kernel.precision).transpose(1, 2)  # as kernels write it
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=kernel.precision)
     done = 0
     for piece in pieces:
@@ -111,7 +112,7 @@ def attend_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from this block; `out` and `lse` are those over all keys, of all blocks."""
-    kernel = AttentionKernel.of(q, v, scale)
+    kernel = BlockKernel.of(q, v, scale)
     block = _Block(queries, keys, visible)
     lse = finite(lse)
     totals: list[Tensor] = []
@@ -132,8 +133,16 @@ def attend_backward(
     return dq, dk, dv
 
 
+def dense_mask(queries: Places, keys: Places, visible: Visibility, device: torch.device) -> Tensor:
+    """The mask of all pairs, [B or 1, 1, Sq, Sk], for kernels that know nothing else."""
+    everything = _Piece(range(queries.count), range(keys.count), masked=True)
+    mask = _Block(queries, keys, visible).mask(everything, device)
+    assert mask is not None
+    return mask.expand(-1, -1, queries.count, -1)
+
+
 def _attend_piece(
-    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, piece: _Piece
+    kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, block: _Block, piece: _Piece
 ) -> tuple[Tensor, Tensor]:
     rows, columns = piece.slices
     mask = block.mask(piece, q.device)
@@ -252,7 +261,8 @@ class _Block:
             return visible.dense.reshape((1,) * (4 - visible.dense.ndim) + visible.dense.shape)
         rows, columns = piece.slices
         seen = torch.ones((1, 1, 1, len(piece.keys)), dtype=torch.bool, device=device)
-        if not self._alike(piece.rows):
+        reach = self._reach(piece.rows[0])
+        if not self._alike(piece.rows) or piece.keys.start < reach.start or piece.keys.stop > reach.stop:
             query, key = self.queries.of(piece.rows, device)[:, None], self.keys.of(piece.keys, device)
             if visible.before is not None:
                 seen = seen & (key >= query - visible.before)
@@ -269,9 +279,9 @@ class _Block:
 def _document_ranges(chunks: Sequence[range], visible: Visibility) -> list[range] | None:
     """Where the documents of each chunk are among the keys; None if ids don't grow, and could be anywhere."""
     queries, keys = visible.query_documents, visible.key_documents
-    if queries is None or keys is None or len(chunks) < 2:
+    if queries is None or keys is None or len(chunks) < 2 or keys.is_meta:
         return None
-    keys = keys.contiguous()
+    queries, keys = queries.long(), keys.long().contiguous()
     parts = [queries[:, chunk.start : chunk.stop] for chunk in chunks]
     lowest, highest = (torch.stack([f(part, 1) for part in parts], 1).contiguous() for f in (torch.amin, torch.amax))
     starts = torch.searchsorted(keys, lowest).amin(0)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 256
+CHUNK = 128
 """Queries that share one small mask."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionKernel:
+class BlockKernel:
     """How attention is computed on a device; `fused` kernels take rectangles of any size."""
 
     device: str
@@ -29,7 +29,7 @@ class AttentionKernel:
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, scale: float | None) -> AttentionKernel:
+    def of(cls, q: Tensor, v: Tensor, scale: float | None) -> BlockKernel:
         same_width = q.shape[-1] == v.shape[-1] > 0 and 0 not in q.shape
         half = q.dtype in (torch.float16, torch.bfloat16)
         fused = same_width and (q.device.type == "cpu" or (q.device.type == "cuda" and half and q.shape[-1] % 8 == 0))

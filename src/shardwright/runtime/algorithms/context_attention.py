@@ -15,7 +15,9 @@ Backward goes around once more; the gradients of keys go straight back to the ra
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,14 +25,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Shard
 
-from ..collectives import blocks, comm
+from ..collectives import blocks
+from ..collectives.ring import shift_async
 from ..world import Group
-from .attention_blocks import Places, Visibility, attend, attend_backward, merge
+from .attention_blocks import Places, Visibility, attend, attend_backward, dense_mask, merge
 from .random import Splits
 
 
@@ -38,31 +41,62 @@ def context_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     attn_mask: Tensor | None = None,
-    scale: float | None = None,
     is_causal: bool = False,
+    before: int | None = None,
+    after: int | None = None,
+    prefix: int = 0,
+    documents: Documents | None = None,
+    padding: Tensor | None = None,
+    scale: float | None = None,
     ring: Group | None = None,
-    sharding: Shard | None = None,
+    sharding: Shard | tuple[Shard, ...] | None = None,
     splits: Splits | None = None,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of this rank's queries.
+    """Attention of this rank's queries: `F.scaled_dot_product_attention`, or with a structure `runtime.attention`.
 
-    ring       the ranks that share keys and values by `sharding`; None if this rank has all of them
+    ring       the ranks that share keys and values by `sharding`; None if this rank has all of them. Over several axes
+               it may be a shard for each, major to minor, of a size that divides
     splits     what shards the queries, if not the same
-    attn_mask  its rows are this rank's queries, its columns all keys
+    attn_mask  its rows are this rank's queries, its columns all keys; padding and ids of documents are of all keys too
     """
+    aligned = splits is None
     keys = _key_places(key.shape[-2], ring, sharding)
-    if splits is None:
-        assert ring is not None
-        splits = [(-2, ring, sharding)]
-    queries = _query_places(query.shape[-2], splits)
-    call = _Call(queries, keys, Visibility(after=0 if is_causal else None), attn_mask, scale, ring)
-    return _attention(query, key, value, call)
+    queries = keys[_known(ring).index] if splits is None else _query_places(query.shape[-2], splits)
+    of_queries, of_keys = documents if isinstance(documents, tuple) else (documents, documents)
+    visible = Visibility(before, 0 if is_causal else after, prefix, of_queries, of_keys, padding, attn_mask)
+    return attend_blocks(query, key, value, AttentionCall(queries, keys, visible, scale, ring, aligned=aligned))
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    out: Tensor = _ContextAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+def _known(ring: Group | None) -> Group:
+    assert ring is not None  # queries that nothing shards need no algorithm
+    return ring
+
+
+def attend_blocks(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention with its gradients, in the dtypes that torch's own has under autocast."""
+    device = query.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return _applied(query, key, value, call)
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
+    with torch.autocast(device, enabled=False):  # inputs are cast, as torch casts those of attention, and no more
+        return _applied(query, key, value, call)
+
+
+def _applied(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    visible = call.visible
+    if call.ring is None and not torch._C._get_flash_sdp_enabled():  # of all devices: `sdpa_kernel(SDPBackend.MATH)`
+        mask = dense_mask(call.queries, call.keys[0], visible, query.device)
+        return scaled_dot_product_attention(query, key, value, mask, scale=call.scale, enable_gqa=True)
+    data = (visible.query_documents, visible.key_documents, visible.padding, visible.dense)
+    out: Tensor = _Attention.apply(query, key, value, *data, call)  # type: ignore[no-untyped-call]
     return out
+
+
+Documents = Tensor | tuple[Tensor, Tensor]
+"""Ids of documents [B, S], or a pair of them for queries and for keys."""
 
 
 # -- places
@@ -73,12 +107,17 @@ def _query_places(count: int, splits: Splits) -> Places:
     return _places(count, sizes)
 
 
-def _key_places(count: int, ring: Group | None, sharding: Shard | None) -> tuple[Places, ...]:
+def _key_places(
+    count: int, ring: Group | None, sharding: Shard | tuple[Shard, ...] | None
+) -> tuple[Places, ...]:
     """The places of the keys of each rank of a ring."""
     if ring is None:
         return (Places(0, 1, count),)
-    total = sharding.elements if sharding else count * ring.size
-    shard = sharding or blocks.plain(total)
+    if isinstance(sharding, tuple):  # even ones, whose blocks have as many units as there are ranks
+        sizes = [shard.blocks[0].size for shard in sharding]
+        every = itertools.product(*map(range, sizes))  # the order of the ranks of a group
+        return tuple(_places(count, tuple(zip(sizes, index, sharding, strict=True))) for index in every)
+    shard = sharding or blocks.plain(count * ring.size)
     lengths = [shard.local(ring.size, index) for index in range(ring.size)]
     return tuple(_places(length, ((ring.size, index, shard),)) for index, length in enumerate(lengths))
 
@@ -103,15 +142,18 @@ def _places(count: int, sizes: tuple[tuple[int, int, Shard | None], ...]) -> Pla
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """One call: where its queries are, where the keys of each rank are, and who sees what."""
+class AttentionCall:
+    """One call: where its queries are, where the keys of each rank are, and who sees what.
+
+    aligned    the queries of each rank of the ring are where its keys are
+    """
 
     queries: Places
     keys: tuple[Places, ...]
     visible: Visibility
-    mask: Tensor | None
     scale: float | None
-    ring: Group | None
+    ring: Group | None = None
+    aligned: bool = False
 
     @property
     def index(self) -> int:
@@ -123,7 +165,7 @@ class _Call:
         return max(places.count for places in self.keys)
 
 
-class _Block(NamedTuple):
+class _KeyBlock(NamedTuple):
     """Keys and values of one rank, which is `step` ranks away."""
 
     step: int
@@ -132,31 +174,27 @@ class _Block(NamedTuple):
     keys: Places
 
 
-def _steps(call: _Call) -> list[int]:
+def _steps(call: AttentionCall) -> list[int]:
     """The steps at which some rank sees something; all ranks find the same, as they must."""
-    ring = call.ring
-    if ring is None or call.mask is not None:
-        return list(range(len(call.keys)))
-    window = call.visible.before
-    if window is None:
-        return list(range(ring.size))
-    return [
-        step
-        for step in range(ring.size)
-        if any(_in_reach(call.keys[rank], call.keys[rank - step], window) for rank in range(ring.size))
-    ]
+    visible, ranks = call.visible, range(len(call.keys))
+    if not call.aligned or visible.dense is not None or visible.prefix:
+        return list(ranks)
+    return [step for step in ranks if any(_in_reach(call.keys[r], call.keys[r - step], visible) for r in ranks)]
 
 
-def _in_reach(queries: Places, keys: Places, window: int) -> bool:
-    """Whether a query of some places may see a key of others that are before it."""
-    last_key = keys.start + keys.step * (keys.count - 1)
-    return keys.count > 0 and queries.count > 0 and last_key >= queries.start - window
+def _in_reach(queries: Places, keys: Places, visible: Visibility) -> bool:
+    """Whether a query of some places may see a key of others."""
+    if not queries.count or not keys.count:
+        return False
+    last_query, last_key = (places.start + places.step * (places.count - 1) for places in (queries, keys))
+    near = visible.before is None or last_key >= queries.start - visible.before
+    return near and (visible.after is None or keys.start <= last_query + visible.after)
 
 
-def _blocks(key: Tensor, value: Tensor, call: _Call) -> Iterator[_Block]:
+def _blocks(key: Tensor, value: Tensor, call: AttentionCall) -> Iterator[_KeyBlock]:
     """The keys and values that this rank looks at, own ones first; the next are sent while these are used."""
     if call.ring is None:
-        yield _Block(0, key, value, call.keys[0])
+        yield _KeyBlock(0, key, value, call.keys[0])
         return
     packed = _packed(key, value, call.largest)
     steps = _steps(call)
@@ -164,10 +202,10 @@ def _blocks(key: Tensor, value: Tensor, call: _Call) -> Iterator[_Block]:
     for step, following in zip(steps, (*steps[1:], None), strict=True):
         received = arriving()
         if following is not None:
-            arriving = comm.shift_async(packed, following, call.ring)
+            arriving = shift_async(packed, following, call.ring)
         keys = call.keys[(call.index - step) % call.ring.size]
         block = (key, value) if step == 0 else _unpacked(received, key, value, call.largest, keys.count)
-        yield _Block(step, *block, keys)
+        yield _KeyBlock(step, *block, keys)
 
 
 def _packed(key: Tensor, value: Tensor, largest: int) -> Tensor:
@@ -182,19 +220,29 @@ def _unpacked(packed: Tensor, key: Tensor, value: Tensor, largest: int, count: i
     return k, v
 
 
-def _seen(call: _Call, keys: Places) -> Visibility:
-    """Who sees what of a block."""
-    if call.mask is None:
-        return call.visible
+def _seen(call: AttentionCall, keys: Places) -> Visibility:
+    """Who sees what of a block: the columns of its keys."""
+    visible = call.visible
+    if call.ring is None:
+        return visible
     columns = slice(keys.start, keys.start + keys.step * keys.count, keys.step)
-    return replace(call.visible, dense=call.mask[..., columns])
+    documents, padding, dense = (
+        None if x is None else x[..., columns] for x in (visible.key_documents, visible.padding, visible.dense)
+    )
+    return replace(visible, key_documents=documents, padding=padding, dense=dense)
 
 
-class _ContextAttention(torch.autograd.Function):
-    """Attention over the blocks of keys of all ranks."""
+class _Attention(torch.autograd.Function):
+    """Attention over the blocks of keys of all ranks.
+
+    The tensors of `call.visible` are arguments too, so that autograd looks after them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, of_queries: Tensor | None, of_keys: Tensor | None,
+        padding: Tensor | None, dense: Tensor | None, call: AttentionCall,
+    ) -> Tensor:  # fmt: skip
         result: tuple[Tensor, Tensor] | None = None
         for block in _blocks(key, value, call):
             visible = _seen(call, block.keys)
@@ -202,21 +250,34 @@ class _ContextAttention(torch.autograd.Function):
             result = part if result is None else merge(*result, *part)
         assert result is not None
         out, lse = result[0].to(query.dtype), result[1]
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, lse, of_queries, of_keys, padding, dense)
+        visible = call.visible
+        ctx.call = replace(call, visible=Visibility(visible.before, visible.after, visible.prefix))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: what is made here would have no gradient
             raise InputError(
-                "gradients of gradients don't go through attention that is split on the sequence; use a plan without cp, "
-                "or compute the penalty without create_graph=True"
+                "gradients of gradients (create_graph=True) don't go through this attention, as they don't through "
+                "torch's fused one; run the step under sdpa_kernel(SDPBackend.MATH) of torch.nn.attention, with a plan "
+                "that does not split keys, or compute the penalty without them"
             )
-        query, key, value, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
+        query, key, value, out, lse, *data = ctx.saved_tensors
+        limits = ctx.call.visible
+        call = replace(ctx.call, visible=Visibility(limits.before, limits.after, limits.prefix, *data))
+        if call.ring is None:  # nothing to add up
+            places = (call.queries, call.keys[0], call.visible, call.scale)
+            return *attend_backward(grad_out, query, key, value, out, lse, *places), *(None,) * 5
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        returning: list[Callable[[], Tensor]] = []
+        returning: deque[Callable[[], Tensor]] = deque()
+
+        def add_returned(at_most: int) -> None:
+            while len(returning) > at_most:
+                parts = _unpacked(returning.popleft()(), key, value, call.largest, key.shape[-2])
+                for total, part in zip(totals[1:], parts, strict=True):
+                    total += part
+
         for block in _blocks(key, value, call):
             visible = _seen(call, block.keys)
             dq, dk, dv = attend_backward(
@@ -228,10 +289,8 @@ class _ContextAttention(torch.autograd.Function):
                 totals[2] += dv
                 continue
             assert call.ring is not None
-            returning.append(comm.shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
-        for arrived in returning:
-            parts = _unpacked(arrived(), key, value, call.largest, key.shape[-2])
-            for total, part in zip(totals[1:], parts, strict=True):
-                total += part
-        return *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)), None
-
+            returning.append(shift_async(_packed(dk, dv, call.largest), -block.step, call.ring))
+            add_returned(1)  # one is on its way while the next block is computed
+        add_returned(0)
+        gradients = (total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True))
+        return *gradients, *(None,) * 5

@@ -20,12 +20,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives import comm
 from ..faults import flight_recorder
 from ..world import Group
+
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""How many values a channel has in the global batch, their mean, their variance."""
 
 
 def batch_norm(
@@ -34,18 +36,13 @@ def batch_norm(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    training: bool,
     momentum: float | None,
     eps: float,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The normalized samples of this rank, and the buffers as they should become (momentum None keeps them)."""
-    if not training and running_mean is not None and running_var is not None:
-        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
-    values, mean, var = _statistics(x.detach(), group)
-    y: Tensor = _Normalize.apply(x, weight, bias, values, mean, torch.rsqrt(var + eps), group, eps)  # type: ignore[no-untyped-call]
-    if not training:
-        return y, running_mean, running_var
+    statistics = values, mean, var = _statistics(x.detach(), group)
+    y: Tensor = _Normalize.apply(x, weight, bias, statistics, group, eps)  # type: ignore[no-untyped-call]
     unbiased = var * (values / (values - 1))
     return y, _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
 
@@ -56,8 +53,7 @@ def _moved(buffer: Tensor | None, seen: Tensor, momentum: float | None) -> Tenso
     return ((1 - momentum) * buffer + momentum * seen).to(buffer.dtype)
 
 
-def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many values a channel has in the global batch, their mean, their variance."""
+def _statistics(x: Tensor, group: Group | None) -> Statistics:
     x = _wide(x)
     dims = _not_channels(x)
     n = x.numel() // max(x.shape[1], 1)
@@ -81,12 +77,12 @@ class _Normalize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        values: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
+        statistics: Statistics,
         group: Group | None,
         eps: float,
     ) -> Tensor:
+        values, mean, var = statistics
+        rstd = torch.rsqrt(var + eps)
         ctx.save_for_backward(x, weight, values, mean, rstd)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
         ctx.place, ctx.eps = flight_recorder.here(), eps
@@ -120,7 +116,7 @@ class _Normalize(torch.autograd.Function):
             None if dx is None else dx.to(x.dtype),
             None if weight is None else dweight.to(weight.dtype),
             None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
-            *(None,) * 5,
+            *(None,) * 3,
         )
 
 
@@ -143,7 +139,7 @@ def _gradient_of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
         dx.to(x.dtype) if ctx.needs_input_grad[0] else None,
         None if weight is None else of_weight.to(weight.dtype),
         None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype),
-        *(None,) * 5,
+        *(None,) * 3,
     )
 
 

@@ -131,26 +131,6 @@ def reduce_scatter_async(x: Tensor, dim: int, group: Group, sharding: Shard | No
     return finish
 
 
-@report_failure
-def shift_async(x: Tensor, by: int, group: Group) -> Callable[[], Tensor]:
-    """Start to send a contiguous tensor to the rank `by` places on. Calling the result waits for what arrives here.
-
-    All ranks send equally many elements. No autograd.
-    """
-    got = torch.empty_like(x)
-    if _listeners:
-        note("send", group, tuple(x.shape))
-    flight_recorder.enter("send", group.process_group, x.shape)
-    work = process_group.shift(got, x, by, group.process_group)
-
-    @report_failure
-    def finish() -> Tensor:
-        work.wait()
-        return got
-
-    return finish
-
-
 def _reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     if x.dtype is torch.bool:
         return _reduce_scatter(x.to(torch.int32), dim, group, sharding).bool()

@@ -12,8 +12,16 @@ from pathlib import Path
 def machine_name() -> str:
     """The scope in which process ids are unique. Two machines may share a host name, but not a boot id."""
     names, start = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
-    began = start.read_text().strip() if start.exists() else ""
-    return f"{socket.gethostname()}/{began}/{os.readlink(names) if names.exists() else ''}"
+    boot = start.read_text().strip() if start.exists() else ""
+    return f"{socket.gethostname()}/{boot}/{os.readlink(names) if names.exists() else ''}"
+
+
+def began(number: int) -> str:
+    """When a process of this machine was started, as the kernel counts; "" if that is not known. Ids are used again."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def runs(number: int) -> bool:

@@ -32,7 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
@@ -47,12 +47,14 @@ from .. import world
 from ..collectives import shared_memory
 from ..collectives.processes import machine_name, runs
 from . import flight_recorder
+from .bounded_store import BoundedStore, LostStoreError
 from .hang_report import Inquiry
 
 BEAT = 1.0  # seconds between two heartbeats
 SILENCE = 10.0  # seconds without a heartbeat after which a rank counts as lost, once something has failed
 PATIENCE = 60.0  # seconds in one collective after which a rank checks that all others are alive
 LATE = 600.0  # seconds that ranks may be apart when a model is compiled
+ANSWER = 20.0  # seconds within which the store answers
 GRACE = 5.0  # seconds for a waiting thread to fail by itself before its process is ended
 
 P = ParamSpec("P")
@@ -79,14 +81,14 @@ class Watch(AbstractContextManager[None]):
         self.rank, self.size = rank, size
         self.call = 0  # number of model calls, equal on all ranks
         self.failed = -1  # the call in which this rank raised its own error
-        self._store = PrefixStore("shardwright/faults", store)
+        limit = world.timeout_of(group)
+        self._limit = LATE if limit is None else limit.total_seconds()
+        self._store = BoundedStore(PrefixStore("shardwright/faults", store), min(ANSWER, max(self._limit, BEAT)))
         self._others = [other for other in range(size) if other != rank]
         self._who: dict[int, int | None] = {}  # process ids of the ranks on this machine
         self._thread_watched = threading.get_ident()
         self._notes = flight_recorder.begin()
         self._inquiry = Inquiry(self._store, rank, size, self._notes)
-        limit = world.timeout_of(group)
-        self._limit = LATE if limit is None else limit.total_seconds()
         self._prints = world.here().device.type != "cpu"  # NCCL's watchdog ends the process without our message
         self._ended = threading.Event()
         self._store.set(f"who/{rank}", f"{machine_name()} {os.getpid()}")
@@ -127,10 +129,8 @@ class Watch(AbstractContextManager[None]):
     def publish(self, rank: int, text: str) -> None:
         """Store the failure of this call; the first one wins."""
         if self.failed != self.call or rank != self.rank:
-            try:
+            with suppress(LostStoreError):  # then nobody can read it
                 self._store.compare_set(f"fault/{self.call}", "", json.dumps({"rank": rank, "text": text}))
-            except RuntimeError:  # the store is gone, so nobody can read it
-                return
 
     def find(self, wait: float = SILENCE + 3 * BEAT) -> str | None:
         """Which rank has failed in this call, and how; None if nothing is known after a while."""
@@ -145,8 +145,8 @@ class Watch(AbstractContextManager[None]):
                 if time.monotonic() - start > wait:
                     return None
                 time.sleep(0.1)
-        except RuntimeError:
-            return "the store of the process group is gone: its host, rank 0 or torchrun, was lost"
+        except LostStoreError as error:
+            return str(error)
 
     def agree(self, text: str, about: str = "") -> dict[int, str]:
         """What every rank says about this call, without those that continued and say nothing.
@@ -253,8 +253,8 @@ class Watch(AbstractContextManager[None]):
                 known = (known or now) if reason else 0.0
                 if reason and now - known >= GRACE and here == self._waiting():
                     self._stop(reason)
-            except RuntimeError:
-                return  # the store is gone: the run is over, or connections fail by themselves
+            except LostStoreError:
+                return  # the run is over, or collectives fail by themselves
 
     def _reason(self, waited: float, beats: dict[int, tuple[bytes, float]]) -> str | None:
         """Why the main thread, which has waited this long, will wait forever."""
@@ -330,10 +330,9 @@ class Watch(AbstractContextManager[None]):
                 sys.excepthook = self._before
             self._thread.join(5.0)
             flight_recorder.end()
-            try:
+            with suppress(LostStoreError):
                 self._store.set(f"left/{self.rank}", "1")
-            except RuntimeError:
-                return
+            self._store.close()
 
 
 _running: Watch | None = None  # of the newest default process group

@@ -8,8 +8,7 @@ A generated file holds one class. Loading it gives an object on which the user's
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
+import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,7 +247,7 @@ class Program:
         """A batch norm in training, over the samples of all ranks of a group; the module's buffers are updated."""
         self.update(f"{module}.num_batches_tracked", module.num_batches_tracked + 1)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, True, momentum, eps, over)
+        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, momentum, eps, over)
         assert mean is not None and var is not None  # they are there to be tracked
         self.update(f"{module}.running_mean", mean)
         self.update(f"{module}.running_var", var)
@@ -267,20 +266,24 @@ def recompute(method: Callable[..., Any], *inputs: Any) -> Any:
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def load_file(path: Path, name: str) -> ModuleType:
-    """Import a generated file, so that tracebacks and debuggers show its lines."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def load_text(text: str, path: Path, name: str) -> ModuleType:
+    """Run the text of a generated file as a module. Tracebacks and debuggers show its lines under `path`.
+
+    It is the text at hand that runs, whatever lies at `path`: the import machinery would rather take bytecode from
+    `__pycache__`, which it does not compare with the source and which somebody else may have put there.
+    """
+    file = str(path.absolute())
+    module = ModuleType(name)
+    module.__file__ = file
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # no mtime: never read again
     sys.modules[name] = module
-    spec.loader.exec_module(module)
-    _check_functions(path)
+    exec(compile(text, file, "exec", dont_inherit=True), vars(module))
+    _check_functions(text, path)
     return module
 
 
-def _check_functions(path: Path) -> None:
+def _check_functions(text: str, path: Path) -> None:
     """Refuse a call of a function that torch does not have now, and not in the first step."""
-    text = path.read_text(encoding="utf-8")
     unknown = {call for call in _CALL.findall(text) if not hasattr(_HOMES[call[0]], call[1])}
     if not unknown:  # else it may be a comment
         return

@@ -1,9 +1,9 @@
 """What the compiler and the model hand to each other, and the state of a rank.
 
-    ModelCall        a call without a program yet, and what the model is when it is made       model -> compiler
-    CompiledCall     its program and all that comes with it; the model installs it             compiler -> model
-    Specialization   a program that is ready to run, one for each kind of call
-    RankState        the shards of this rank, shared by all specializations
+ModelCall        a call without a program yet, and what the model is when it is made       model -> compiler
+CompiledCall     its program and all that comes with it; the model installs it             compiler -> model
+Specialization   a program that is ready to run, one for each kind of call
+RankState        the shards of this rank, shared by all specializations
 """
 
 from __future__ import annotations

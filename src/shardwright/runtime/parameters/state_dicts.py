@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shardwright.errors import InputError, LayoutError, raise_all
 from shardwright.layout import Mesh
@@ -22,7 +21,7 @@ from shardwright.storage import ParameterSpec
 from ..world import Groups, here
 from .full_tensors import gather_tensor, true_dtype
 from .refresh import renew
-from .sharded import ShardedParameter, Untouched, keeps_share, true_value
+from .sharded import ShardedParameter, Untouched, true_value
 from .state_values import PartialState, ShardTensor, as_state, local_of, region_of_value
 
 # -- the model ---------------------------------------------------------------------------------
@@ -148,37 +147,6 @@ def _wrapped_keys(unexpected: Sequence[str]) -> str:
 # -- the optimizer -----------------------------------------------------------------------------
 
 
-def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """{"state": {key: {name: value}}, "param_groups": [..]} with parameters named by their first key."""
-    state: dict[str, dict[str, Any]] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        names = []
-        for leaf in group["params"]:
-            names.append(name_of(leaf))
-            if leaf in optimizer.state:
-                state[names[-1]] = {k: state_value(leaf, k, v) for k, v in optimizer.state[leaf].items()}
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
-    return {"state": state, "param_groups": groups}
-
-
-def load_optimizer_state_dict(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state_dict` gave, under this or another plan, with whole tensors or pieces."""
-    if len(values["param_groups"]) != len(optimizer.param_groups):
-        raise InputError(
-            f"the state has {len(values['param_groups'])} param groups, the optimizer {len(optimizer.param_groups)}; "
-            "build the optimizer as it was when the state was saved"
-        )
-    for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-        for leaf in group["params"]:
-            state = values["state"].get(name_of(leaf))
-            if state is None:
-                optimizer.state.pop(leaf, None)
-                continue
-            optimizer.state[leaf] = loaded_state(state, leaf)
-
-
 def loaded_state(state: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
     """A parameter's state, of whole tensors or pieces, as it is kept here: cut as the leaf is, with its own memory."""
     if not isinstance(leaf, ShardedParameter) or leaf.groups is None:
@@ -189,37 +157,6 @@ def loaded_state(state: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
     return {
         k: region_of_value(v, spec, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in state.items()
     }
-
-
-def fill_state(optimizer: Optimizer) -> None:
-    """Give a fresh optimizer the state it would have after a step, as a place to load into; changes no parameter."""
-    if optimizer.state:
-        return
-    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.requires_grad]
-    owners: list[Any] = [leaf if getattr(leaf, "owner", None) is None else leaf.owner for leaf in leaves]
-    takers = [leaf if keeps_share(leaf) else owner for leaf, owner in zip(leaves, owners, strict=True)]
-    with Untouched(), torch.no_grad():
-        before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys((*owners, *leaves))]
-        gradients = [taker.grad for taker in takers]
-        for taker in takers:
-            taker.grad = torch.zeros_like(taker, dtype=taker.grad_dtype)
-    optimizer.step()
-    with Untouched(), torch.no_grad():
-        for owner, value in before:
-            owner.copy_(value)
-        for taker, gradient in zip(takers, gradients, strict=True):
-            taker.grad = gradient
-
-
-def without_unsaved(values: dict[str, Any], saved: Iterable[str], prefix: str = "optimizer") -> dict[str, Any]:
-    """An optimizer's state dict without the parameters that had no state when `saved` keys were written.
-
-    `saved` are the keys of a checkpoint's metadata, `prefix` is where in the checkpoint the optimizer is.
-    A parameter that was never used has no state there, and asking for it would be an error.
-    """
-    keys = tuple(saved)
-    there = {name for name in values["state"] if any(key.startswith(f"{prefix}.state.{name}.") for key in keys)}
-    return {**values, "state": {name: state for name, state in values["state"].items() if name in there}}
 
 
 def name_of(leaf: Any) -> str:

@@ -1,0 +1,158 @@
+"""Attention on real models and long sequences: `python -m bench.attention` prints three tables.
+
+    overhead   CPU time of the compiled model on one rank over eager's: Llama, GPT-2, BERT, T5, ViT
+    sequence   algorithms of context parallelism against each other, on 2 ranks
+    memory     the peak of a rank while sequence and ranks grow together
+
+python -m bench.attention --only sequence --rounds 5
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.rules import without_stripes
+from shardwright.verify.ranks import run_processes
+
+from .memory import Case, measure_case
+from .peers import Contender, training_step
+from .race import Ratio, ratio_of, ratio_of_minima
+from .ranks import Heat, run
+from .workload import Workload, optimizer_of
+
+CONTIGUOUS = "cp=2, contiguous"
+"""A ring of contiguous shards, in which the last rank has the most to do."""
+RACED = ("cp=2", CONTIGUOUS, "cp_all_gather=2", "ulysses=2", "tp=2")
+LONG = Workload(name="GPT 2 layers, d=128, 4,096 tokens", d=128, n_layer=2, n_head=4, seq=4096, batch=1, vocab=256)
+
+
+class WithLoss(nn.Module):
+    """A model of transformers, called with its input and labels."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.input_name = model, name
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.model(**{self.input_name: x}, labels=labels).loss
+
+
+def _text(kind: str, **options: Any) -> Callable[[int], WithLoss]:
+    def build(vocab: int) -> WithLoss:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(vocab_size=vocab, **options)
+        heads = {"Bert": "ForMaskedLM", "T5": "ForConditionalGeneration", "GPT2": "LMHeadModel"}
+        return WithLoss(getattr(transformers, f"{kind}{heads.get(kind, 'ForCausalLM')}")(config), "input_ids")
+
+    return build
+
+
+def _vit(classes: int) -> WithLoss:
+    import transformers
+
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.ViTConfig(image_size=64, patch_size=8, num_labels=classes, **sizes, **_NO_DROPOUT)
+    return WithLoss(transformers.ViTForImageClassification(config), "pixel_values")
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_WIDTHS = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+REAL: dict[str, Callable[[int], WithLoss]] = {
+    "Llama": _text("Llama", **_WIDTHS, num_key_value_heads=2, use_cache=False),
+    "GPT-2": _text(
+        "GPT2", n_embd=256, n_layer=4, n_head=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+    ),
+    "BERT": _text("Bert", **_WIDTHS, **_NO_DROPOUT),
+    "T5": _text(
+        "T5", d_model=256, d_ff=768, num_layers=3, num_heads=8, d_kv=32, dropout_rate=0.0, decoder_start_token_id=0,
+        use_cache=False,
+    ),
+    "ViT": _vit,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealWorkload(Workload):
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return REAL[self.name](self.vocab)
+
+    def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        if self.name != "ViT":
+            return super().batches(count)
+        generator = torch.Generator().manual_seed(1)
+        pictures = torch.randn((count, self.batch, 3, 64, 64), generator=generator)
+        return [*zip(pictures, torch.randint(self.vocab, (count, self.batch), generator=generator), strict=True)]
+
+
+def overhead(rounds: int) -> Table:
+    table = Table("model", "CPU time / eager's", "spread", title="one rank, 256 tokens, batch 4")
+    for name in REAL:
+        work = RealWorkload(name=name, d=256, seq=256, batch=4)
+        heat = Heat(work=work, contenders=("single", "eager"), rounds=rounds, steps=1, world=1, cpu_time=True)
+        _row(table, name, ratio_of_minima(run(heat), "single", "eager"))
+    return table
+
+
+def contiguous_ring(work: Workload) -> Contender:
+    model, example = work.model(), work.batches(1)[0]
+    plan = sw.plan(model, example=example, plan="cp=2", cluster=2)
+    (stage,) = plan.entries["train"]
+    choices = {
+        op: {axis: without_stripes(role) for axis, role in choice.items()} for op, choice in stage.choices.items()
+    }
+    plan = replace(plan, entries={"train": (replace(stage, choices=choices),)})
+    model, optimizer = sw.parallelize(model, optimizer_of(model), example=example, plan=plan)
+    return Contender(name=CONTIGUOUS, step=training_step(model, optimizer, rows=False))
+
+
+def sequence(rounds: int) -> Table:
+    times = run(Heat(work=LONG, contenders=RACED, rounds=rounds, steps=1))
+    table = Table("plan", "time / that of cp=2", "spread", title=f"2 ranks, {LONG.name}")
+    for name in RACED:
+        _row(table, name, ratio_of(times, name, "cp=2"))
+    return table
+
+
+def _long_gpt(length: int) -> Case:
+    work = replace(LONG, seq=length)
+    return work.model().train(), work.batches(1)[0], {}
+
+
+def _measured(rank: int, length: int, plan: str) -> float:
+    return measure_case(partial(_long_gpt, length), plan).peak / 2**20
+
+
+def memory(_: int) -> Table:
+    table = Table("plan", "tokens", "peak of a rank, MiB", title=f"sequence and ranks grow together: {LONG.name}")
+    for plan, ranks in (("single", 1), ("cp=2", 2), ("cp=4", 4)):
+        length = 1024 * ranks
+        table.add_row(plan, f"{length:,}", f"{run_processes(ranks, _measured, length, plan, timeout=600.0)[0]:.1f}")
+    return table
+
+
+def _row(table: Table, name: str, ratio: Ratio) -> None:
+    table.add_row(name, f"{ratio.value:.3f}", f"{ratio.spread:.2g}")
+
+
+def main() -> None:
+    parts = {"overhead": overhead, "sequence": sequence, "memory": memory}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=parts)
+    parser.add_argument("--rounds", type=int, default=12)
+    options = parser.parse_args()
+    for name in [options.only] if options.only else parts:
+        Console().print(parts[name](options.rounds))
+
+
+if __name__ == "__main__":
+    main()
