@@ -5,25 +5,21 @@ python -m bench.chunked_loss --models llama --plans tp=2
 
 Models with 32,768 classes, trained with their logits whole and in chunks. Measured is the most memory that torch has
 allocated on rank 0 in the second step, as in `bench/memory.py`; beside it what the memory simulation predicts, and
-what the logits were: a tensor of them, their log_softmax and their gradient. Times are of a step on this machine.
+how many tensors of the size of the logits are saved: of them, their log_softmax and their gradient an eighth is left.
 """
 
 import argparse
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from tests.models.transformer import Transformer, TransformerConfig
-from tests.models.zoo import loss_of
 
-import shardwright as sw
 from bench.memory import Case, Measured, measure_case, mib, ranks_of
 from shardwright.capture import capture
 from shardwright.compile import copy_to_meta
@@ -37,7 +33,6 @@ from shardwright.verify.ranks import run_processes
 
 CLASSES, BATCH, LENGTH, WIDTH, LAYERS = 32768, 4, 256, 256, 2
 PLANS = ("single", "dp=2", "tp=2", "zero3=2")
-STEPS = 3
 
 
 def gpt() -> Case:
@@ -63,41 +58,23 @@ MODELS: dict[str, Callable[[], Case]] = {"gpt": gpt, "llama": llama}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model under a plan: bytes measured and predicted, seconds of a step."""
+    """A model under a plan: bytes measured and predicted."""
 
     measured: Measured
     predicted: MemoryPeak
-    seconds: float
 
 
 def run(name: str, plan: str) -> Run:
     for _ in range(3):
         results = run_processes(ranks_of(plan), measure_here, name, plan, timeout=600.0)
-        if results[0][0].complete:
-            return Run(results[0][0], predict(name, plan), results[0][1])
+        if results[0].complete:
+            return Run(results[0], predict(name, plan))
     raise RuntimeError(f"{name} under {plan}: the profiler missed releases three times; is the machine busy?")
 
 
-def measure_here(rank: int, name: str, plan: str) -> tuple[Measured, float]:
-    """The memory of a step on this rank, and the seconds of the fastest of a few without a profiler."""
-    measured = measure_case(MODELS[name], plan, outputs="scalars")
-    return measured, step_seconds(MODELS[name], plan)
-
-
-def step_seconds(make: Callable[[], Case], plan: str) -> float:
-    module, args, kwargs = make()
-    optimizer: Any = torch.optim.AdamW(module.parameters())
-    model, optimizer = sw.parallelize(
-        module, optimizer, example=(args, kwargs), plan=plan, compile=sw.CompileOptions(outputs="scalars")
-    )
-    seconds = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        loss_of(model(*args, **kwargs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def measure_here(rank: int, name: str, plan: str) -> Measured:
+    """The memory of a step on this rank."""
+    return measure_case(MODELS[name], plan, outputs="scalars")
 
 
 def predict(name: str, plan: str) -> MemoryPeak:
@@ -120,7 +97,7 @@ def row(name: str, plan: str, chunks: int) -> tuple[str, ...]:
     off = [f"{side.predicted.peak / side.measured.peak - 1:+.1%}" for side in (whole, chunked)]
     return (
         name, plan, mib(logits), mib(whole.measured.peak), off[0], mib(chunked.measured.peak), off[1],
-        f"{saved / whole.measured.peak:.0%}", f"{saved / logits:.2f}", f"{chunked.seconds / whole.seconds:.2f}",
+        f"{saved / whole.measured.peak:.0%}", f"{saved / logits:.2f}",
     )  # fmt: skip
 
 
@@ -132,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=160)
     table = Table(
-        "model", "plan", "logits", "whole", "predicted", "in chunks", "predicted", "saved", "in logits", "time",
+        "model", "plan", "logits", "whole", "predicted", "in chunks", "predicted", "saved", "in logits",
         title=f"The most memory a rank has in a step, MiB, with logits whole and in {args.chunks} chunks",
         caption=f"AdamW, gloo, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
     )  # fmt: skip
