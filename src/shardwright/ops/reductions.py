@@ -185,7 +185,7 @@ define("std", saved="0", **DEVIATION)
 define("std_mean var_mean", saved="0 r", **DEVIATION)
 define("logsumexp", rule=logsumexp, localize=local_logsumexp, collectives=send_logsumexp, saved="0 r",
        kernel=Kernel.FUNCTION, prints=function, work=input_work(1.0, 2.0))  # fmt: skip
-define("runtime.logsumexp", prints=print_logsumexp, positional=3, unsaid={"keepdim": False}, runs=run_logsumexp,
+define("runtime.logsumexp", prints=print_logsumexp, positional=3, defaults={"keepdim": False}, runs=run_logsumexp,
        reads="runtime.logsumexp(self, dim, classes, keepdim)")  # fmt: skip
 define("linalg_vector_norm", rule=blocked_reduction, saved="0 r", work=input_work(0.0, 1.1))
 define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.1))
