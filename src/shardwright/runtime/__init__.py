@@ -10,6 +10,7 @@ from shardwright.control_flow import cond, scan, while_loop
 from shardwright.storage import ParameterSpec
 
 from .algorithms.attention import attention
+from .algorithms.chunked_losses import linear_cross_entropy, logsumexp
 from .algorithms.context_attention import context_attention
 from .algorithms.custom_ops import SplitDim, custom_algorithm, find
 from .algorithms.linears import all_gather_linear, all_gather_linears, replicate_linear, replicate_linears
@@ -47,7 +48,9 @@ __all__ = [
     "custom_algorithm",
     "embedding_rows",
     "find",
+    "linear_cross_entropy",
     "local_size",
+    "logsumexp",
     "nll_loss",
     "recompute",
     "replicate_linear",

@@ -70,8 +70,8 @@ def cross_entropy(
         total = _each_row(logits, target, classes, sharding, size, weight, ignore_index, label_smoothing)
         total = total if reduction == "none" else total.sum()
     if reduction == "mean":
-        total = _mean(total, target, samples, weight, ignore_index, count, reduced)
-    return _narrow(total, logits)
+        total = mean_of(total, target, samples, weight, ignore_index, count, reduced)
+    return narrowed(total, logits)
 
 
 def nll_loss(
@@ -89,11 +89,11 @@ def nll_loss(
     how: Average = "sum" if reduction == "mean" else reduction
     total = F.nll_loss(_wide(logp, how), target, weight, ignore_index=ignore_index, reduction=how)
     if reduction == "mean":
-        total = _mean(total, target, samples, weight, ignore_index, count, reduced)
-    return _narrow(total, logp)
+        total = mean_of(total, target, samples, weight, ignore_index, count, reduced)
+    return narrowed(total, logp)
 
 
-def _mean(
+def mean_of(
     total: Tensor,
     target: Tensor,
     samples: Group | None,
@@ -102,6 +102,7 @@ def _mean(
     count: Count | None,
     reduced: bool,
 ) -> Tensor:
+    """The share of the mean that a sum over this rank's samples is, or with `reduced` the mean over all of them."""
     if reduced and count is None and samples is not None and samples.process_group is not None:
         own = count_labels(target, weight=weight, ignore_index=ignore_index)
         mean: Tensor = _WholeMean.apply(total, own, samples)  # type: ignore[no-untyped-call]
@@ -163,7 +164,7 @@ def _wide(x: Tensor, reduction: Average) -> Tensor:
     return x.float() if x.dtype is torch.float16 and reduction == "sum" else x
 
 
-def _narrow(loss: Tensor, like: Tensor) -> Tensor:
+def narrowed(loss: Tensor, like: Tensor) -> Tensor:
     """Losses have the dtype of their input, and under autocast are float32."""
     return loss if torch.is_autocast_enabled(like.device.type) else loss.to(like.dtype)
 
@@ -184,7 +185,14 @@ def _each_row(
             f"targets of shape {tuple(target.shape)} are class probabilities, and the classes are split over "
             f"{' '.join(group.axes)}; gather the logits first, or pass integer targets"
         )
-    mine = logits.shape[_class_dim(logits)]
+    check_classes(logits.shape[_class_dim(logits)], group, sharding, size, weight)
+    rest = (target, group, sharding, weight, ignore_index, smoothing)
+    each: Tensor = _SplitClasses.apply(logits, *rest)  # type: ignore[no-untyped-call]
+    return each
+
+
+def check_classes(mine: int, group: Group, sharding: Shard, size: int | None, weight: Tensor | None) -> None:
+    """Refuse a rank whose classes, or the weights of all classes, are not as many as the sharding says."""
     if (size is not None and size != sharding.elements) or mine != sharding.local(group.size, group.index):
         raise LayoutError(
             f"rank {group.index} of {' '.join(group.axes)} holds {mine} of {size or sharding.elements} classes, and "
@@ -195,9 +203,6 @@ def _each_row(
         raise LayoutError(
             f"weights of shape {tuple(weight.shape)} for {sharding.elements} classes; pass the whole vector"
         )
-    rest = (target, group, sharding, weight, ignore_index, smoothing)
-    each: Tensor = _SplitClasses.apply(logits, *rest)  # type: ignore[no-untyped-call]
-    return each
 
 
 class _SplitClasses(torch.autograd.Function):
@@ -227,7 +232,7 @@ class _SplitClasses(torch.autograd.Function):
         picked = z.gather(-1, place.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(top)
         sums = [torch.where(own, picked, 0.0)]
         if smoothing:
-            sums.append((z if weight is None else z * _own_weights(weight, sharding, group).to(z)).sum(-1))
+            sums.append((z if weight is None else z * own_weights(weight, sharding, group).to(z)).sum(-1))
         sums.append(z.exp_().sum(-1))
         *reduced, total = all_reduce_no_grad(torch.stack(sums), group).unbind()
         lse = total.log()
@@ -252,7 +257,7 @@ class _SplitClasses(torch.autograd.Function):
         dx = (_rows_first(logits) - log_total.unsqueeze(-1)).exp_().mul_(on_all.unsqueeze(-1))
         if smoothing:
             each = (smoothing / classes * g).unsqueeze(-1)
-            dx -= each if weight is None else each * _own_weights(weight, ctx.sharding, ctx.group).to(each)
+            dx -= each if weight is None else each * own_weights(weight, ctx.sharding, ctx.group).to(each)
         if dx.shape[-1]:
             dx.scatter_add_(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
         dx.masked_fill_(~valid.unsqueeze(-1), 0.0)
@@ -276,7 +281,7 @@ def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
     dx = (shifted - log_sum.unsqueeze(-1)).exp() * on_all.unsqueeze(-1)
     if smoothing:
         each = (smoothing / classes * g).unsqueeze(-1)
-        dx = dx - (each if weight is None else each * _own_weights(weight, ctx.sharding, ctx.group).to(each))
+        dx = dx - (each if weight is None else each * own_weights(weight, ctx.sharding, ctx.group).to(each))
     if dx.shape[-1]:
         dx = dx.scatter_add(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
     dx = dx.masked_fill(~valid.unsqueeze(-1), 0.0)
@@ -290,5 +295,5 @@ def _rows_first(logits: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _own_weights(weight: Tensor, sharding: Shard, group: Group) -> Tensor:
+def own_weights(weight: Tensor, sharding: Shard, group: Group) -> Tensor:
     return blocks.shard(weight, 0, sharding, group.size, group.index)
