@@ -11,7 +11,6 @@ allocates for itself is not torch's, and is not counted.
 
 import argparse
 import gc
-import math
 import platform
 import tempfile
 import time
@@ -38,6 +37,8 @@ from shardwright.capture import capture
 from shardwright.compile import copy_to_meta
 from shardwright.cost import TrainingSetup
 from shardwright.memory import MemoryPeak, simulate_memory
+from shardwright.options import Outputs
+from shardwright.plan import parse_plan_string
 from shardwright.plan.lowering import lower
 from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
@@ -157,7 +158,7 @@ class Measured:
 
 
 def ranks_of(plan: str) -> int:
-    return math.prod(int(part.partition("=")[2] or 1) for part in plan.split(","))
+    return parse_plan_string(plan).size
 
 
 def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
@@ -188,15 +189,16 @@ def measure_here(rank: int, name: str, plan: str) -> Measured:
     return measure_case(MODELS[name], plan)
 
 
-def measure_case(make: Callable[[], Case], plan: str, **options: Any) -> Measured:
-    """The same for what `make` returns; `options` are those of parallelize."""
+def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = None, **options: Any) -> Measured:
+    """The same for what `make` returns; `options` are those of parallelize, `outputs` that of CompileOptions."""
     others = alive()  # of what this process did before
     module, args, kwargs = make()
     optimizer = torch.optim.AdamW(module.parameters())
     with tempfile.TemporaryDirectory() as folder:
         compiled, optimizer = sw.parallelize(
-            module, optimizer, example=(args, kwargs), plan=plan, compile=sw.CompileOptions(directory=folder), **options
-        )
+            module, optimizer, example=(args, kwargs), plan=plan,
+            compile=sw.CompileOptions(directory=folder, outputs=outputs), **options,
+        )  # fmt: skip
     del module
     gc.collect()
     start = sum(size for address, size in alive().items() if address not in others)

@@ -17,9 +17,9 @@ from .ir import Graph, Output
 from .ir.recompute import faults_of
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
+from .plan.chunking import continued_chunks
 from .plan.digest import ring_notes
-from .plan.joint import JointResult, note_of, pipeline_summary, predicted
-from .plan.joint import find_plan as find_joint
+from .plan.joint import JointResult, find_best_plan, note_of, pipeline_summary, predicted
 from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
 from .plan.request import AutoPlan, PlanFile, PlanRequest
@@ -85,7 +85,7 @@ def find_plan(analysis: Analysis, request: PlanRequest, size: int) -> JointResul
             f'with inputs="per_replica" every axis splits the batch and is called dp, not {", ".join(strange)}'
         )
     with without_collection():
-        result = find_joint(analysis, cluster, request.training, options, size=size)
+        result = find_best_plan(analysis, cluster, request.training, options, size=size)
         plan = _with_predictions(result, analysis, request, cluster)
         return replace(result, plan=replace(plan, made_for=cluster))
 
@@ -131,11 +131,13 @@ def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanReq
         more = build_plan(graph, policies.like(plan.mesh), analysis, plan.cluster, lenient=True)
     recomputed = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in recomputed if not faults_of(graph, path))
+    chunked, notes = continued_chunks(plan, graph)
+    stage = replace(more.entries[graph.entry][0], recompute=again, chunked_loss=chunked)
     return replace(
         plan,
-        entries={**plan.entries, graph.entry: (replace(more.entries[graph.entry][0], recompute=again),)},
+        entries={**plan.entries, graph.entry: (stage,)},
         fingerprints={**plan.fingerprints, **more.fingerprints},
-        notes=tuple(dict.fromkeys((*plan.notes, *more.notes))),
+        notes=tuple(dict.fromkeys((*plan.notes, *more.notes, *notes))),
     )
 
 

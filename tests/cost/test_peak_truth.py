@@ -3,7 +3,9 @@
 from functools import cache
 
 import pytest
+import torch
 from bench.memory import MODELS, Case, Measured, measure_case, predict
+from torch import Tensor, nn
 
 from shardwright.cost import TrainingSetup
 from shardwright.memory import MemoryPeak, simulate_memory
@@ -17,6 +19,8 @@ Cell = tuple[str | int, str]  # a model of `bench.memory`, or the seed of a rand
 PLANS = ("dp=2", "tp=2", "sp=2", "zero1=2", "zero2=2", "zero3=2")
 CELLS: list[Cell] = [(model, plan) for model in ("mlp", "gpt") for plan in ("dp=2", "tp=2", "zero3=2")]
 CELLS += [("resnet", "dp=2"), *((seed, PLANS[seed % len(PLANS)]) for seed in range(18))]
+CELLS += [("gpt", f"{plan},chunked_loss=8") for plan in ("dp=2", "tp=2")]
+CLASSES = 32768
 LOW, HIGH = 0.03, 0.10
 """How much less and more than what is allocated may be predicted. Too little lets a plan run out of memory."""
 CONVOLUTION = 0.30
@@ -58,3 +62,34 @@ def test_the_peak_of_a_rank_is_what_is_predicted(cell, measured):
     peak = predicted(*cell)
     high = CONVOLUTION if "conv" in peak.at[0] else HIGH
     assert (1 - LOW) * measured[cell].peak < peak.peak < (1 + high) * measured[cell].peak, peak
+
+
+class Head(nn.Module):
+    """A table of 32,768 classes, read and multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 32)
+
+    def forward(self, idx: Tensor, target: Tensor) -> Tensor:
+        logits = nn.functional.linear(self.table(idx), self.table.weight)
+        return nn.functional.cross_entropy(logits.view(-1, CLASSES), target.view(-1))
+
+
+def head() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    idx = torch.randint(CLASSES, (8, 32))
+    return Head(), (idx, idx.clone()), {}
+
+
+def measure_head(rank: int, plans: list[str]) -> list[Measured]:
+    return [measure_case(head, plan) for plan in plans]
+
+
+def test_chunks_cut_the_peak_by_the_share_of_the_logits() -> None:
+    """At the peak there are the logits, their log_softmax and their gradient; of each an eighth is left."""
+    whole, chunked = run_processes(1, measure_head, ["single", "chunked_loss=8"], timeout=300)[0]
+    logits = 4 * 8 * 32 * CLASSES
+
+    assert whole.peak > 3 * logits
+    assert whole.peak - chunked.peak == pytest.approx(3 * 7 / 8 * logits, rel=HIGH)

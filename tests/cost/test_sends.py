@@ -74,6 +74,22 @@ def test_cross_entropy_over_split_classes(smoothing):
     assert sends_of(sends, "backward") == backward == []
 
 
+class LogSumExp(nn.Module):
+    def forward(self, logits):
+        return torch.logsumexp(logits, -1)
+
+
+def test_logsumexp_over_split_classes():
+    def run(rank, group):
+        return runtime.logsumexp(torch.zeros(6, 5, requires_grad=True), -1, group)
+
+    signature = signatures(LogSumExp(), torch.zeros(6, 10, requires_grad=True))["aten.logsumexp.default"]
+    sends = algorithm_collectives(signature, choice_of(signature, "classes"), MESH, TrainingSetup())
+    forward, backward = run_ranks(RANKS, sent, run)[0]
+    assert sends_of(sends, "forward") == [(kind, 4 * elements) for kind, elements in forward]
+    assert sends_of(sends, "backward") == backward == []
+
+
 def test_a_mean_over_split_rows_sends_a_count():
     def run(rank, group):
         logits = torch.zeros(3, 10, requires_grad=True)

@@ -8,6 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
     "checkpoints.md",
+    "chunked_loss.md",
     "clusters.md",
     "constraints.md",
     "cost-model.md",

@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
         ("gpt", "zero3=2"),
         ("resnet", "dp=2"),
         ("gpt", "zero3=2,recompute"),
+        ("gpt", "dp=2,tp=2,chunked_loss=4"),
     ],
 )
 def test_the_text_is_the_one_that_was_last_looked_at(name, plan):

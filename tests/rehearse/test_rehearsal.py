@@ -89,6 +89,13 @@ def test_recomputed_layers_are_a_kind_of_their_own():
     assert rehearsal.layers == ()  # two, two and one, and one more: none is in the middle of its kind
 
 
+def test_a_chunked_loss_stays_chunked():
+    rehearsal = run("dp=4,tp=8,chunked_loss=16", gpt(layers=2))
+
+    assert rehearsal.passed, str(rehearsal)
+    assert not rehearsal.changed  # the call that joins the head and the loss is in both programs
+
+
 def test_what_an_op_computes_sizes_of_stays_at_its_size():
     class Pictures(nn.Module):
         def __init__(self):

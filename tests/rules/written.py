@@ -152,6 +152,8 @@ REDUCTIONS: Written = {
     "variance": ("var.correction", {"self": X, "dim": [2]}, "a b c^ -> a b"),
     "mode, last dim by default": ("mode", {"self": ids(3, 4, 6)}, "a b^ -> a, a"),
     "median, of a dim": ("median.dim", {"self": X, "dim": 1}, "a b^ c -> a c, a c"),
+    "logsumexp": ("logsumexp.default", {"self": X, "dim": [1]}, "a b=classes c -> a c"),
+    "logsumexp of two dims": ("logsumexp.default", {"self": X, "dim": [0, 1]}, "a^ b^ c -> c"),
     "softmax": ("softmax.int", {"self": X, "dim": 1}, "a b^ c -> a b c"),
     "cumsum": ("cumsum", {"self": X, "dim": 0}, "a^ b c ~1 -> a b c"),
     "cumprod": ("cumprod", {"self": X, "dim": 0}, "a^ b c -> a b c"),
@@ -208,7 +210,7 @@ LOSSES: Written = {
     ),
     "cross entropy, weights": (
         "cross_entropy_loss.default", {"self": real(6, 4), "target": ids(4, 6), "weight": real(4).abs()},
-        "na=samples+ 4, na=samples+, 4 ->",
+        "na=samples+ c=classes, na=samples+, 4 ->",
     ),
     "cross entropy, probabilities": (
         "cross_entropy_loss.default", {"self": real(6, 4), "target": real(6, 4).softmax(1)},

@@ -25,6 +25,7 @@ EVEN_BY_DEFAULT = (
     "runtime.context_attention",
     "runtime.cross_entropy",
     "runtime.embedding_rows",
+    "runtime.linear_cross_entropy",
 )
 """Ops whose lines leave out a sharding that is even and contiguous."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .check import check
+from .chunked_loss import chunk_losses, chunk_where_possible
 from .local import localize
 from .overlap import awaited_later, count_early, in_place, overlap, put_off
 from .place import Placer, check_edges
@@ -25,6 +26,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("fold mean: a loss and the count of its labels in one sum", fold_mean),
     ("hoist: constants, computed once", hoist),
     ("fold bias: products and their biases in one call", fold_bias),
+    ("chunked losses: a linear and the loss of its logits in one call", chunk_losses),
     ("awaited later: sums that only the user reads", awaited_later),
     ("in place: sums of what nobody else reads", in_place),
     ("put off: products that give weights' gradients wait for their step", put_off),
@@ -52,6 +54,8 @@ def transform(placer: Placer) -> LoweredProgram:
     """The same program, unchecked: a search lowers many candidates, and the one that it takes is lowered again."""
     program = placer.run()
     for _, step in PASSES:
-        if step not in CHECKS:
+        if step is chunk_losses:
+            program = chunk_where_possible(program)
+        elif step not in CHECKS:
             program = step(program)
     return program

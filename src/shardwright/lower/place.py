@@ -38,6 +38,7 @@ class PlacementTask:
     mode        "per_replica" if each data-parallel replica passes its own samples
     entering    values received from other stages, with their layout over microbatches
     leaving     values sent to other stages, in the layouts those want; None: as they are produced
+    chunked     losses whose logits are made in so many chunks
     title       what it is, for the head of the file: "stage 0 of 2"; `header` has more lines for it
     stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
     """
@@ -47,6 +48,7 @@ class PlacementTask:
     mesh: Mesh
     choices: Choices
     recompute: tuple[str, ...] = ()
+    chunked: Mapping[str, int] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
     storage_options: Mapping[str, Layout] = field(default_factory=dict)
     mode: str = "global"
@@ -188,6 +190,7 @@ class Placer:
             title=self.task.title,
             header=self.task.header,
             received=frozenset(self.task.entering),
+            chunked=self.task.chunked,
         )
 
     def _entering(self, name: str) -> Layout:

@@ -85,6 +85,7 @@ class LoweredProgram:
     received: frozenset[str] = frozenset()  # the inputs that come from other stages
     prologue: tuple[Op, ...] = ()  # run for every microbatch before the first forward
     early: tuple[PrologueValue, ...] = ()  # what the prologue makes for all of them
+    chunked: Mapping[str, int] = field(default_factory=dict)  # losses whose logits are made in so many chunks of rows
     known_sizes: dict[Any, Size] = field(default_factory=dict, repr=False, compare=False)
 
     def with_(self, **changes: Any) -> LoweredProgram:

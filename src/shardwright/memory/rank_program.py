@@ -25,6 +25,7 @@ from ..lower import LoweredProgram, reshard_kind
 from ..lower.program import graph_value
 from ..lower.tidy import SHARES
 from ..ops import spec_of
+from ..ops.chunked_losses import CHUNKED
 from ..ops.contexts import SavedForBackward
 from ..ops.views import follows_view
 from ..storage import Replicated, Storage
@@ -231,6 +232,8 @@ class ProgramReader:
             return self._reshard(op, inputs, outputs)
         if reshard_kind(op) is not None:
             return self._linears(op, inputs, outputs)
+        if op.target == CHUNKED:
+            return self._chunked_loss(op, inputs, outputs)
         if op.name not in self.analysis.signatures:  # lowering made it: a count of labels, a division by a count
             fresh = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
             return self._run(op, inputs, outputs, fresh, gradient=FRESH in fresh)
@@ -314,3 +317,29 @@ class ProgramReader:
         of_weights = sum(tensors[n].bytes for n, how in zip(weights, back[1:], strict=True) if how is FRESH)
         again = max(full + gather.backward - of_weights, full)
         return self._run(op, inputs, outputs, back, saved=weights, extra=full, work=gather.forward, backward_work=again)
+
+    def _chunked_loss(self, op: Op, inputs: list[int], outputs: list[int]) -> RankStep:
+        """A linear and its loss: of the logits there is one chunk at a time, in the dtypes of the linear and the loss.
+
+        Backward makes the chunk again, its gradient in place of it (and cast, for the linear).
+        """
+        x, weight = (self.values[name] for name in op.inputs[:2])
+        tensors = self.result.tensors
+        logits = self.values[self.program.graph.by_name[op.name].inputs[0]]
+        rows = self._elements(op.inputs[2])
+        chunk = math.ceil(rows / op.argument("chunks")) * self._elements(op.inputs[1]) / weight.shape[1]
+        raw, item = self.training.item(x), self.training.item(logits)
+        wide = max(item, 4)
+        steps = [name for name, *_ in op.argument("steps") or ()]
+        copies = raw if wide != raw or set(steps) - {"to"} else 0  # else the chunk itself is worked on
+        per_row = rows * wide
+        sliced = tensors[inputs[0]].bytes if op.argument("slices") else 0.0  # rows that don't lie in one run are copied
+        narrow = self._elements(op.inputs[1]) * 6 if self.training.item(weight) < 4 else 0.0  # summed in float32
+        back = [FRESH if self.values[name].gradient else NONE for name in op.inputs]
+        return self._run(
+            op, inputs, outputs, back,
+            saved=inputs[:3] if not sliced else inputs[1:3],
+            extra=per_row + sliced,
+            work=chunk * (wide + copies) + 5 * per_row,
+            backward_work=chunk * (wide + (copies + raw if copies else 0)) + 5 * per_row + narrow,
+        )  # fmt: skip

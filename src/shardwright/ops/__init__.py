@@ -8,6 +8,7 @@ what several families share. Read `pointwise.py` first: to add an op is to add a
 from . import (
     arithmetic,
     attention,
+    chunked_losses,
     collectives,
     convolutions,
     creation,
@@ -32,6 +33,7 @@ __all__ = [
     "OpSpec",
     "arithmetic",
     "attention",
+    "chunked_losses",
     "collectives",
     "convolutions",
     "creation",

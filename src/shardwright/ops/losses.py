@@ -42,7 +42,7 @@ def cross_entropy(call: OpCall) -> Rule | None:
     samples = letters(len(logits.shape) - 1, "n")
     mark = {NONE: "", MEAN: "=samples+", SUM: "+"}[reduction]
     first, rest = samples[0] + mark, [row + mark for row in samples[1:]]
-    classes = str(logits.shape[1]) if probabilities or len(call.inputs) > 2 else "c=classes"
+    classes = str(logits.shape[1]) if probabilities else "c=classes"  # weights by class stay whole
     scores = [first, classes, *rest]
     wanted = scores if probabilities else [first, *rest]
     weight = [[str(logits.shape[1])]] * (len(call.inputs) - 2)
@@ -194,7 +194,7 @@ def run_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.cross_entropy(
         a["self"], a["target"], samples=run.group(a["samples"]), classes=run.group(a["classes"]),
         sharding=a["sharding"], size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
-        reduction=_reduction(a), label_smoothing=a.get("label_smoothing", 0.0), count=a["count"],
+        reduction=reduction_of(a), label_smoothing=a.get("label_smoothing", 0.0), count=a["count"],
         reduced=a.get("reduced", False),
     )  # fmt: skip
 
@@ -202,12 +202,12 @@ def run_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
 def run_nll_loss(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.nll_loss(
         a["self"], a["target"], samples=run.group(a["samples"]), weight=a["weight"],
-        ignore_index=a.get("ignore_index", -100), reduction=_reduction(a), count=a["count"],
+        ignore_index=a.get("ignore_index", -100), reduction=reduction_of(a), count=a["count"],
         reduced=a.get("reduced", False),
     )  # fmt: skip
 
 
-def _reduction(a: RuntimeArguments) -> str:
+def reduction_of(a: RuntimeArguments) -> str:
     return REDUCTIONS[a.get("reduction", MEAN)].strip('"')
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..ir import Op
+from ..layout import Mesh
 from ..rules.dims import blocked, label_dims, marked, through, write_rule
 from ..rules.notation import Rule
 from ..rules.registry import OpCall
 from ..rules.signature import Signature
 from .contexts import (
+    AlgorithmCollective,
     LocalCall,
     Passes,
     ProgramOnRank,
+    RankRun,
+    RuntimeArguments,
     TracedCall,
 )
-from .localizing import divided
+from .localizing import divided, in_mesh_order, split_axes
+from .norms import WIDE
 from .pointwise import GRADIENT_ONLY, plain
 from .printing import (
     Printer,
     Printing,
+    axes_text,
     bracketed,
     function,
     functional,
@@ -129,6 +135,40 @@ def extreme_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | N
     return 0.0, 2.25 * call.inputs[0].bytes if len(call.outputs) < 2 else 0.0
 
 
+# -- logsumexp: over one dim, which may be split, as those of classes are
+
+
+def logsumexp(call: OpCall) -> Rule:
+    return _reduced(call, "=classes" if len(call.dims()) == 1 else "^", False)
+
+
+def local_logsumexp(program: ProgramOnRank, op: Op) -> Op:
+    layout = program.layouts[op.inputs[0]]
+    dims = op.argument("dim")
+    dim = (dims[0] if isinstance(dims, tuple) else dims) % max(len(layout.shards), 1)
+    if not layout.shards or not layout.shards[dim]:
+        return op
+    axes = in_mesh_order(program, split_axes(layout, dim))
+    return replace(op, target="runtime.logsumexp").with_arguments(dim=dim, classes=axes)
+
+
+def print_logsumexp(p: Printing) -> str:
+    keepdim = f", keepdim={p['keepdim']}" if p.literal("keepdim", False) else ""
+    return f"runtime.logsumexp({p['self']}, {p['dim']}, {axes_text(p.literal('classes'))}{keepdim})"
+
+
+def run_logsumexp(run: RankRun, a: RuntimeArguments) -> object:
+    return run.runtime.logsumexp(a["self"], a["dim"], run.group(a["classes"]), keepdim=a.get("keepdim", False))
+
+
+def send_logsumexp(
+    call: LocalCall, signature: Signature, axes: Mapping[str, tuple[str, ...]], mesh: Mesh
+) -> list[AlgorithmCollective]:
+    """all_reduce of the largest and of the sum of exponentials of each row."""
+    row_bytes = call.outputs[0].elements * WIDE.get(call.inputs[0].dtype, 4)
+    return [AlgorithmCollective("all_reduce", row_bytes, axes["classes"], "forward")] * 2
+
+
 SUMMED = {"saved": "", "passes": GRADIENT_ONLY, "positional": 1, "defaults": {"dim": ()}}
 define("sum", rule={"default dim_IntList": reduce_dims}, canonical={"dim_IntList": canonical_sum}, back="free",
        prints=print_reduction("sum"), reads="x.sum(dim, keepdim, dtype)", **SUMMED)  # fmt: skip
@@ -143,8 +183,10 @@ DEVIATION = {"rule": {"correction default dim": blocked_reduction}, "work": inpu
 define("var", saved="0", prints=function, **DEVIATION)
 define("std", saved="0", **DEVIATION)
 define("std_mean var_mean", saved="0 r", **DEVIATION)
-define("logsumexp", rule=blocked_reduction, saved="0 r", kernel=Kernel.FUNCTION, prints=function,
-       work=input_work(1.0, 2.0))  # fmt: skip
+define("logsumexp", rule=logsumexp, localize=local_logsumexp, collectives=send_logsumexp, saved="0 r",
+       kernel=Kernel.FUNCTION, prints=function, work=input_work(1.0, 2.0))  # fmt: skip
+define("runtime.logsumexp", prints=print_logsumexp, positional=3, defaults={"keepdim": False}, runs=run_logsumexp,
+       reads="runtime.logsumexp(self, dim, classes, keepdim)")  # fmt: skip
 define("linalg_vector_norm", rule=blocked_reduction, saved="0 r", work=input_work(0.0, 1.1))
 define("norm", rule={"Scalar ScalarOpt_dim": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.1))
 define("prod", rule={"default dim_int": blocked_reduction}, saved="0 r", work=input_work(0.0, 1.5))

@@ -158,7 +158,7 @@ class _MeshSearch:
         self.best: MeshResult | None = None
 
     def _frame(self, constraints: Constraints, like: SearchContext | None = None) -> SearchContext:
-        options, limits = self.options, bind(constraints, self.analysis)
+        options, limits = self.options, bind(constraints, self.analysis, self.options.chunked)
         return SearchContext(
             self.analysis, self.cluster, self.training, limits,
             size=self.size, per_replica=options.data_only, recompute=options.recompute, like=like,
@@ -190,7 +190,7 @@ class _MeshSearch:
             results[at] = self._fit(results[at])
             best = self.best.time if self.best is not None else math.inf
             self.options.report(f"solved {results[at].candidate}", best)
-        if self.best is None:
+        if self.best is None and self.options.upper == math.inf:
             self._fit_beyond(results, order)
         if self.best is None:
             raise NothingFits(lambda: self._nothing_fits(results))
@@ -199,7 +199,8 @@ class _MeshSearch:
     @property
     def upper(self) -> float:
         """The time that another mesh must beat to be tried."""
-        return self.best.time * (1 - self.options.slack) if self.best is not None else math.inf
+        best = self.best.time * (1 - self.options.slack) if self.best is not None else math.inf
+        return min(best, self.options.upper)
 
     def _fit(self, result: MeshResult, attempts: int = ATTEMPTS) -> MeshResult:
         """Solve a mesh until its memory simulation fits, too; remember it if it is the best."""
@@ -367,6 +368,12 @@ def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: C
     builder.storage |= {key: stored.renamed(names).written() for key, stored in storage.items() if stored.axes}
     for path in tables.recompute(states):
         builder.recompute(path)
+    joined = tables.joined_losses(states) if tables.skeleton.kinds.chunked else {}
+    for name in tables.skeleton.kinds.chunked:
+        if name in joined:
+            builder.chunk_loss(name, joined[name])
+        else:
+            builder.note(f"{analysis.graph.by_name[name]} is not chunked: its logits are resharded before it")
     for item in constraints.items:
         builder.note(f"keeps to {item.source}")
     return builder.finish("auto", str(cluster), settle=False)

@@ -5,6 +5,7 @@
     builder.split(op, axis, role)      split it so
     builder.store(key, axis, kind)     how a parameter is stored
     builder.recompute(path)            activation checkpointing of a module
+    builder.chunk_loss(op, chunks)     make the logits of a loss in so many chunks of rows
     builder.note(text)                 something the user should know
 
 A policy decides about the ops it cares about. `finish` then settles the rest: pending
@@ -20,8 +21,10 @@ from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
 from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
+from ..lower.chunked_loss import check_chunked, faults_of_losses
 from ..rules import FAN, PASS_PARTIAL, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
 from ..storage import Storage, parse_storage
+from .chunking import resolved_chunks
 from .plan import Plan, PlanStage
 from .strings import outer_of
 
@@ -36,6 +39,7 @@ class PlanBuilder:
         self.choices: dict[str, dict[str, str]] = {}
         self.storage: dict[str, dict[str, int | str]] = {}
         self.recomputed: list[str] = []
+        self.chunked: dict[str, int | None] = {}
         self.foreseen: dict[str, frozenset[str]] = {}  # by axis: values whose sums over it are known beforehand
         self.striped = True  # stripes balance causal attention
         self.notes: list[str] = list(graph.notes)
@@ -102,6 +106,22 @@ class PlanBuilder:
             if not faults:
                 self.recompute(path)
 
+    def chunk_loss(self, op: Op | str, chunks: int | None = None) -> None:
+        """Make the logits of a cross entropy in so many chunks of rows; None: as many as is usual for its rows."""
+        self.chunked[op if isinstance(op, str) else op.name] = chunks
+
+    def chunk_losses(self, chunks: int | None = None) -> None:
+        """Make the logits of every loss in chunks whose logits nothing else reads."""
+        faults = faults_of_losses(self.graph)
+        if not faults or all(faults.values()):
+            why = "; ".join(f"{self.graph.by_name[name]} can't be, {fault}" for name, fault in faults.items())
+            raise PlanError(f"'chunked_loss' is for cross entropies: {why or 'the model has none'}")
+        for name, fault in faults.items():
+            if fault is None:
+                self.chunk_loss(name, chunks)
+            else:
+                self.note(f"{self.graph.by_name[name]} is not chunked: {fault}")
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 
@@ -145,10 +165,12 @@ class PlanBuilder:
             for parameter in self.graph.parameters:
                 self.storage.setdefault(parameter.key, {})
         regions_of(self.graph, self.recomputed)  # refuses what can't be
+        check_chunked(self.graph, {name: 1 if chunks is None else chunks for name, chunks in self.chunked.items()})
         stage = PlanStage(
             mesh=self.mesh,
             choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops},
             recompute=tuple(self.recomputed),
+            chunked_loss=resolved_chunks(self.analysis, self.chunked, self.choices, self.mesh),
         )
         return Plan(
             model=self.graph.name,

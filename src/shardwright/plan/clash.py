@@ -18,6 +18,7 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup
 from .constraints import (
     AxisConstraint,
+    ChunkedLossConstraint,
     Constraint,
     Constraints,
     ConstraintSource,
@@ -82,6 +83,7 @@ class Clash:
 REMEDIES: dict[type, str] = {
     ReplicateConstraint: "allow a split, or name the axis on which there is to be none",
     SameSplitConstraint: "leave out the modules that differ",
+    ChunkedLossConstraint: "leave it to the search whether logits are made in chunks",
     RecomputeConstraint: "leave it to the search what is recomputed",
     ZeroConstraint: "allow a higher level",
     PipelineConstraint: "leave it to the search",

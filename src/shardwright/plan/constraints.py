@@ -7,6 +7,7 @@
     - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
     - {memory: 70GiB}                                       memory limit of a device
     - {module: "model.layers.0", recompute: false}          not recomputed in backward (true: has to be)
+    - {chunked_loss: 8}                                     logits in 8 chunks of rows (true: in the usual number)
     - {module: lm_head, zero: 1}                            the highest ZeRO level of its parameters
     - {stages: 4}                                           a pipeline of so many stages (1: none)
     - {microbatches: 16}                                    the number of microbatches
@@ -26,16 +27,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ..cluster import quantity
 from ..errors import PlanError, ScheduleError, raise_all
-from ..formats import StrictLoader, integer, read_yaml, show
+from ..formats import integer, show
 from ..ir import Op
 from ..ir.paths import prefixes
 from ..layout import MOST_DEVICES
 from ..rules import without_stripes
 from ..schedule import schedule_kind
+from .constraint_file import load_entries, show_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,15 @@ class RecomputeConstraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLossConstraint:
+    """The logits of losses are made in chunks of rows: in so many, the usual number (None), or not at all (0)."""
+
+    target: Target
+    chunks: int | None
+    source: ConstraintSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConstraint:
     """The highest ZeRO level of parameters."""
 
@@ -180,7 +191,7 @@ class ChoiceDemand(NamedTuple):
 
 Constraint = (
     AxisConstraint | SplitConstraint | ReplicateConstraint | SameSplitConstraint | MemoryConstraint
-    | RecomputeConstraint | ZeroConstraint | PipelineConstraint | StageCutConstraint
+    | RecomputeConstraint | ChunkedLossConstraint | ZeroConstraint | PipelineConstraint | StageCutConstraint
 )  # fmt: skip
 ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
 
@@ -202,7 +213,9 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
     """Constraints from a YAML file or a list of dicts. Every fault is named at once, with the number of its entry."""
     if source is None:
         return Constraints(classes=classes or {})
-    entries, where = (_load(source), f"{source}, ") if isinstance(source, str | Path) else (source, "constraints, ")
+    entries, where = (source, "constraints, ")
+    if isinstance(source, str | Path):
+        entries, where = load_entries(source), f"{source}, "
     if not isinstance(entries, list | tuple):
         raise PlanError(f"{where}: constraints are a list of entries, not a {type(entries).__name__}")
     reader = _Reader()
@@ -211,12 +224,6 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
     reader.faults += _unknown_axes(constraints)
     raise_all(PlanError, "the constraints make no sense:", reader.faults)
     return Constraints(items=constraints, classes=classes or {})
-
-
-def _load(path: str | Path) -> Any:
-    if not str(path).endswith((".yaml", ".yml")):
-        raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
-    return read_yaml(path, PlanError, _Loader) or []
 
 
 def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
@@ -238,6 +245,7 @@ _FIELDS = {
     "together": _TARGET,
     "memory": (),
     "recompute": ("module", "class"),
+    "chunked_loss": _TARGET,
     "zero": _TARGET,
     "stages": (),
     "microbatches": (),
@@ -259,7 +267,7 @@ class _Reader:
         if not isinstance(data, Mapping):
             self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
             return None
-        source = ConstraintSource(text=_shown(data), where=where)
+        source = ConstraintSource(text=show_entry(data), where=where)
         if "whole" in data:
             self.faults.append(f"{source}: whole is called replicated now; write replicated: true")
             return None
@@ -322,6 +330,14 @@ class _Reader:
             self.faults.append(f"{source}: say by module or class what to recompute")
         return RecomputeConstraint(target=self._target(data, source), wanted=bool(data["recompute"]), source=source)
 
+    def _chunked_loss(self, data: Mapping[str, Any], source: ConstraintSource) -> ChunkedLossConstraint:
+        chunks = data["chunked_loss"]
+        if not isinstance(chunks, bool) and not (isinstance(chunks, int) and chunks > 1):
+            self.faults.append(f"{source}: chunked_loss is true, false or a number of chunks, not {chunks!r}")
+            chunks = True
+        count = None if chunks is True else int(chunks)
+        return ChunkedLossConstraint(target=self._target(data, source), chunks=count, source=source)
+
     def _zero(self, data: Mapping[str, Any], source: ConstraintSource) -> ZeroConstraint:
         self._is_one_of(data, "zero", [0, 1, 2, 3], source)
         level = data["zero"] if isinstance(data["zero"], int) else 0
@@ -375,24 +391,3 @@ class _Reader:
 
 
 _PLURALS = {"module": "modules", "class": "classes", "op": "ops"}
-
-
-def _shown(value: Any) -> str:
-    """An entry on one line, as a person would write it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class _Loader(StrictLoader):
-    """YAML in which true and false are the only truths: `on` and `no` are words."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
-        for first, pairs in StrictLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|false)$"), list("tf"))

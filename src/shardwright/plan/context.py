@@ -48,7 +48,8 @@ class SearchContext:
         mine, others = self.limits, other.limits
         if self.analysis is not other.analysis or (self.training, self.recompute) != (other.training, other.recompute):
             return False
-        if any(getattr(mine, name) != getattr(others, name) for name in ("together", "most", "must", "never")):
+        structural = ("together", "most", "must", "never", "chunked")
+        if any(getattr(mine, name) != getattr(others, name) for name in structural):
             return False
         demands_of_kind: dict[int, object] = {}
         return all(
@@ -59,7 +60,9 @@ class SearchContext:
     @cached_property
     def kinds(self) -> OpKinds:
         return (
-            self._like.kinds if self._like is not None else OpKinds(self.analysis, self.training, self.limits.decisions)
+            self._like.kinds
+            if self._like is not None
+            else OpKinds(self.analysis, self.training, self.limits.decisions, self.limits.chunked)
         )
 
     @cached_property

@@ -10,6 +10,7 @@ from ..errors import LayoutError, PlanError, raise_all
 from ..formats import parse_json, raise_faults, read_json
 from ..ir import Graph
 from ..layout import Axis, Mesh
+from ..lower.chunked_loss import unknown_losses
 from ..storage import Storage, parse_storage
 from .folding import uncover, unfold, unfold_paths
 from .plan import Plan, PlanStage
@@ -84,6 +85,8 @@ def _stages(data: Any, entries: list[Any], graph: Graph, path: str | Path) -> tu
         stage_of |= dict.fromkeys(own, number)
     faults += [f"{name!r} is in no stage" for name in names if name not in stage_of]
     raise_all(PlanError, f"{path} does not fit the model:", faults)
+    chunked = {name: chunks for stage in entries for name, chunks in stage.get("chunked_loss", {}).items()}
+    raise_all(PlanError, f"{path} does not fit the model:", list(unknown_losses(graph, chunked)))
     stages = []
     for number, (stage, own, mesh) in enumerate(zip(entries, parts, meshes, strict=True)):
         where = f"stage {number}" if len(entries) > 1 else "the model"
@@ -94,6 +97,7 @@ def _stages(data: Any, entries: list[Any], graph: Graph, path: str | Path) -> tu
                 mesh=mesh,
                 choices={name: {} for name in own} | unfold(stage["choices"], own, where),
                 recompute=unfold_paths(stage["recompute"], paths, where),
+                chunked_loss=stage.get("chunked_loss", {}),
             )
         )
     return tuple(stages)

@@ -11,10 +11,14 @@ from ..errors import PlanError, raise_all
 from ..ir import Graph, Op, Parameter
 from ..ir.paths import is_inside
 from ..ir.recompute import faults_of
+from ..lower.chunked_loss import faults_of_losses, rows_of
+from ..ops.chunked_losses import LOSSES
 from ..rules import FAN, Analysis, Role
+from .chunking import ChunkCounts
 from .constraints import (
     AxisConstraint,
     ChoiceDemand,
+    ChunkedLossConstraint,
     Constraint,
     Constraints,
     MemoryConstraint,
@@ -43,6 +47,8 @@ class Limits:
     most       the highest ZeRO level of some parameters
     must       modules that have to be recomputed
     never      ops that must not be recomputed
+    chunked    losses whose logits are made in chunks, None for the usual number of them
+    unchunked  losses whose logits are not
     memory     the memory limit in bytes
     pipeline   the requested stages, microbatches and schedule
     pivots     ops before which a stage begins
@@ -55,6 +61,8 @@ class Limits:
     most: Mapping[str, int] = field(default_factory=dict)
     must: tuple[str, ...] = ()
     never: tuple[Op, ...] = ()
+    chunked: ChunkCounts = field(default_factory=dict)
+    unchunked: frozenset[str] = frozenset()
     memory: float = float("inf")
     pipeline: Mapping[str, int | str] = field(default_factory=dict)
     pivots: tuple[Op, ...] = ()
@@ -106,9 +114,13 @@ def _is_in(op: Op, modules: Iterable[str]) -> bool:
     return any(is_inside(op.module_path, path) for path in modules)
 
 
-def bind(constraints: Constraints, analysis: Analysis) -> Limits:
-    """The limits of a graph. Refuses, all at once, what names nothing that the model has."""
+def bind(constraints: Constraints, analysis: Analysis, chunked: Iterable[str] = ()) -> Limits:
+    """The limits of a graph. Refuses, all at once, what names nothing that the model has.
+
+    `chunked`: losses whose logits a search tries to make in chunks.
+    """
     binder = _Binder(constraints, analysis)
+    binder.chunked |= dict.fromkeys(chunked)
     for item in constraints.items:
         binder.add(item)
     raise_all(PlanError, f"the constraints do not fit {analysis.graph.name}:", binder.faults)
@@ -137,6 +149,7 @@ class _Binder:
         self.most: dict[str, int] = {}
         self.must: list[str] = []
         self.never: dict[str, Op] = {}
+        self.chunked: dict[str, int | None] = {}
         self.memory = float("inf")
         self.pipeline: dict[str, int | str] = {}
         self.pivots: dict[str, Op] = {}
@@ -152,6 +165,8 @@ class _Binder:
             most=self.most,
             must=tuple(outer),
             never=tuple(self.never.values()),
+            chunked={name: chunks for name, chunks in self.chunked.items() if chunks != 0},
+            unchunked=frozenset(name for name, chunks in self.chunked.items() if chunks == 0),
             memory=self.memory,
             pipeline=self.pipeline,
             pivots=tuple(self.pivots.values()),
@@ -184,6 +199,7 @@ class _Binder:
             ReplicateConstraint: self._replicated,
             SameSplitConstraint: self._together,
             RecomputeConstraint: self._recompute,
+            ChunkedLossConstraint: self._chunked_loss,
             ZeroConstraint: self._zero,
             StageCutConstraint: self._cut,
         }
@@ -260,6 +276,20 @@ class _Binder:
         for path in dict.fromkeys(item.target.place(op.module_path, self.classes) or "" for op in ops):
             self.faults += [f"{item.source}: it asks for {path!r}, {why}" for why in faults_of(self.graph, path)]
             self.must.append(path)
+
+    def _chunked_loss(self, item: ChunkedLossConstraint, ops: Sequence[Op]) -> None:
+        losses = {op.name: op for op in ops if op.target in LOSSES}
+        if not losses:
+            self.faults.append(f"{item.source}: no cross_entropy of the model is meant")
+        faults = faults_of_losses(self.graph) if item.chunks != 0 else {}
+        for name, op in losses.items():
+            rows = rows_of(op, self.graph)
+            if (fault := faults.get(name)) is not None:
+                self.faults.append(f"{item.source}: {op} can't be, {fault}")
+            elif item.chunks is not None and item.chunks > rows:
+                self.faults.append(f"{item.source}: {op} has {rows} rows; ask for {rows} chunks at most")
+            elif self.chunked.setdefault(name, item.chunks) != item.chunks:
+                self.faults.append(f"{item.source}: another entry asks for other chunks of {op}; leave one of them out")
 
     def _cut(self, item: StageCutConstraint, ops: Sequence[Op]) -> None:
         modules: dict[str, list[Op]] = {}

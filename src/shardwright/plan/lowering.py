@@ -91,6 +91,7 @@ def lower(
         mesh=stage.mesh,
         choices=stage.choices,
         recompute=stage.recompute,
+        chunked=stage.chunked_loss,
         storage=plan.storage,
         storage_options=storage_options or {},
         mode=mode,
@@ -176,6 +177,7 @@ def place_stages(
             mesh=meshes[number],
             choices=_with_others(stages, number, staged.graphs[number]),
             recompute=stages[number].recompute,
+            chunked=stages[number].chunked_loss,
             storage=storage,
             storage_options=storage_options[number] if storage_options else settled.get(stages[number].mesh, {}),
             entering={

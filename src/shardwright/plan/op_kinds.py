@@ -16,6 +16,7 @@ from ..layout import Mesh
 from ..ops import spec_of
 from ..ops.user_calls import OPAQUE
 from ..rules import Analysis
+from .chunking import ChunkCounts, heads_of
 
 ALONE = Mesh(axes=())
 
@@ -24,11 +25,18 @@ class OpKinds:
     """The kinds of a graph's ops, by number; the first op of a kind stands for all."""
 
     def __init__(
-        self, analysis: Analysis, training: TrainingSetup, decisions: Mapping[str, object] | None = None
-    ) -> None:
-        """`decisions` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
+        self, analysis: Analysis, training: TrainingSetup, decisions: Mapping[str, object] | None = None,
+        chunked: ChunkCounts | None = None,
+    ) -> None:  # fmt: skip
+        """`decisions` is what somebody has decided about some ops: ops that differ in it are of different kinds.
+
+        `chunked`: losses whose logits are made in chunks. What makes them runs again in backward, and saves nothing.
+        """
         self.analysis, self.training, self.graph = analysis, training, analysis.graph
         self.decisions = decisions or {}
+        self.chunked = chunked or {}
+        heads = heads_of(self.graph, self.chunked).values()
+        self.in_chunks = {op.name for head in heads for op in head.ops}
         self.backward = analysis.graph.entry.startswith("train")
         self.live, self.lean = analysis.live, frozenset(op.name for op in analysis.lean)
         self.of: dict[str, int] = {}
@@ -59,7 +67,7 @@ class OpKinds:
         ]
         rule = signature.rule.text if signature.rule else ""
         decision = repr(self.decisions.get(op.name)) if self.decisions else ""
-        flags = (op.no_grad, op.region is None, op.name in self.lean)
+        flags = (op.no_grad, op.region is None, op.name in self.lean, op.name in self.in_chunks)
         return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), decision, flags
 
     @cached_property
@@ -79,12 +87,20 @@ class OpKinds:
         if kind not in self._keeps:
             op = self.first[kind]
             signature = self.analysis.signatures[op.name]
-            if self.backward:
+            if self.backward and not self.saves_nothing(op):
                 inputs, outputs, _ = saved_bytes(local_call(signature, {}, ALONE, self.training), signature)
             else:
                 inputs, outputs = (False,) * len(op.inputs), (False,) * len(op.outputs)
             self._keeps[kind] = inputs, outputs
         return self._keeps[kind]
+
+    def saves_nothing(self, op: Op) -> bool:
+        """Whether an op is of logits in chunks: of these, the matmul alone saves what it reads."""
+        return op.name in self.in_chunks and not is_matmul(self.analysis.signatures[op.name])
+
+    def runs_again(self, op: Op) -> bool:
+        """Whether an op makes logits in chunks, and so makes them in backward too."""
+        return op.name in self.in_chunks and op.name not in self.chunked
 
     @cached_property
     def wanted(self) -> dict[str, bool]:

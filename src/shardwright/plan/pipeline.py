@@ -19,6 +19,7 @@ from ..rules import Analysis, analyse
 from ..rules.replica_axes import replicas
 from ..schedule import USUAL, Schedule, fewer, forward_only, schedule_kind, spread
 from .builder import PlanBuilder
+from .chunking import continued_chunks
 from .plan import Plan, PlanStage
 from .policies import apply, dp, tp
 from .stages import OpSequence, balanced
@@ -80,6 +81,7 @@ def build_pipeline(
             mesh=mesh,
             choices={name: choices.get(name, {}) for name in part},
             recompute=_recomputed(line, part, drawn[mesh.size].recomputed),
+            chunked_loss=_inside(part, drawn[mesh.size].chunked_loss),
         )
         for part, (mesh, choices) in zip(line.parts(cuts), policies, strict=True)
     )
@@ -104,6 +106,7 @@ class _Drawn:
         self.plan = builder.finish("")
         self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(builder.graph.entry)
         self.recomputed = tuple(builder.recomputed)
+        self.chunked_loss = self.plan.stages[0].chunked_loss
         self.mesh_inside = mesh
 
 
@@ -152,6 +155,10 @@ def _read_replicated(builder: PlanBuilder, axis: Axis, op: Op, value: str) -> bo
 def _recomputed(line: OpSequence, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
     inside = set(part)
     return tuple(path for path in paths if any(op.name in inside for op in line.graph.under[path]))
+
+
+def _inside(part: Sequence[str], chunked_loss: Mapping[str, int]) -> dict[str, int]:
+    return {name: chunks for name, chunks in chunked_loss.items() if name in part}
 
 
 def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> None:
@@ -213,12 +220,14 @@ def continue_pipeline(plan: Plan, analysis: Analysis) -> Plan:
     known = {name: number for number, stage in enumerate(plan.stages) for name in stage.choices}
     parts = parts_like(line, known, len(plan.stages))
     count = 1 if plan.local else microbatches_of(plan, graph)
+    chunked, notes = continued_chunks(plan, graph, count)
     drawn = {mesh: _again(plan, analysis, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
     planned = tuple(
         PlanStage(
             mesh=stage.mesh,
             choices={name: drawn[stage.mesh].get(name, {}) for name in part},
             recompute=_recomputed(line, part, [path for path in stage.recompute if not faults_of(graph, path)]),
+            chunked_loss=_inside(part, chunked),
         )
         for stage, part in zip(plan.stages, parts, strict=True)
     )
@@ -226,6 +235,7 @@ def continue_pipeline(plan: Plan, analysis: Analysis) -> Plan:
         plan,
         entries={**plan.entries, graph.entry: planned},
         fingerprints={**plan.fingerprints, graph.entry: graph.fingerprint},
+        notes=tuple(dict.fromkeys((*plan.notes, *notes))),
     )
 
 

@@ -40,9 +40,11 @@ class PlanStage:
     mesh: Mesh
     choices: Choices
     recompute: tuple[str, ...] = ()  # activation checkpointing: modules that are recomputed in backward
+    chunked_loss: Mapping[str, int] = field(default_factory=dict)  # losses whose logits are made in chunks of rows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", _frozen(self.choices))
+        object.__setattr__(self, "chunked_loss", MappingProxyType(dict(self.chunked_loss)))
 
     def folded_recompute(self) -> list[str]:
         """The entries of `recompute`, with a star where all modules of one kind are entries."""
@@ -149,6 +151,7 @@ class Plan:
                         **(self._place(stages, number) if len(stages) > 1 else {}),
                         "choices": {k: dict(v) for k, v in folded(s.choices).items() if v},
                         "recompute": list(s.recompute) if self.as_read else s.folded_recompute(),
+                        **({"chunked_loss": dict(s.chunked_loss)} if s.chunked_loss else {}),
                     }
                     for number, s in enumerate(stages)
                 ]

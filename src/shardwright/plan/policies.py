@@ -220,6 +220,8 @@ def apply(builder: PlanBuilder, request: PolicyRequest, size: int = 0) -> None:
             split_inner_axis(builder, axis, outer)
     if request.recompute:
         builder.recompute_layers()
+    if request.chunked_loss is not None and not builder.lenient:  # a later specialization takes over what it can
+        builder.chunk_losses(request.chunked_loss or None)
 
 
 def _check_sizes(graph: Graph, request: PolicyRequest) -> None:

@@ -161,7 +161,7 @@ def price(
     choices = plan.choices(entry)
     recompute = plan.entries[entry][0].recompute
     decisions: dict[str, object] = {**choices, **plan.storage}
-    kinds = OpKinds(analysis, training, decisions)
+    kinds = OpKinds(analysis, training, decisions, plan.entries[entry][0].chunked_loss)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
     spaces = ChoiceSpaces(kinds, ReshardTables(plan.mesh, cluster), fixed=FixedChoices(choices))
     tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), replica_axes)

@@ -32,6 +32,7 @@ _count = integer(0)
 _CHOICES = mapping(mapping(_WORD, _AXIS, most=8))
 _MESH = mapping(integer(1, MOST_DEVICES), _AXIS, most=8)
 _STAGE = {"choices": _CHOICES, "recompute": listing(text())}
+_MAY_HAVE = {"chunked_loss": mapping(integer(1, 2**31))}
 _PLACED = {
     **_STAGE, "mesh": _MESH, "devices": listing(integer(0, MOST_DEVICES - 1), most=MOST_DEVICES),
     "ops": listing(text()),
@@ -149,7 +150,7 @@ def plan_faults(data: Any) -> Faults:
     faults = list(_PLAN(data))
     entries = data.get("entries") if isinstance(data, dict) else None
     for entry, stages in entries.items() if isinstance(entries, dict) else ():
-        stage = record(_STAGE if isinstance(stages, list) and len(stages) == 1 else _PLACED)
+        stage = record(_STAGE if isinstance(stages, list) and len(stages) == 1 else _PLACED, _MAY_HAVE)
         faults += [(("entries", entry, *route), text) for route, text in listing(stage)(stages)]
     predicted = data.get("predicted") if isinstance(data, dict) else None
     for entry, item in predicted.items() if isinstance(predicted, dict) else ():

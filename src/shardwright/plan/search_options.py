@@ -26,6 +26,8 @@ class SearchOptions:
     microbatches  the number of microbatches, if it is fixed
     local         each microbatch is a batch of its own, and the graph is that of one
     stop          returns True to end the search with the best so far
+    upper         seconds of a step that a plan must beat; a search for such a plan ends as soon as none can
+    chunked       losses whose logits are made in chunks, beside those that constraints name
     constraints   what every plan has to satisfy
     progress      is called with what is tried, as the search proceeds
     """
@@ -40,6 +42,8 @@ class SearchOptions:
     microbatches: int | None = None
     local: bool = False
     stop: Callable[[], bool] | None = None
+    upper: float = math.inf
+    chunked: tuple[str, ...] = ()
     constraints: Constraints = field(default_factory=Constraints)
     progress: Progress | None = None
 

@@ -189,7 +189,9 @@ class ChoiceSpaces:
             if self.backward:
                 _, outputs, extra = saved_bytes(call, signature)
                 own = sum(output.bytes for output, saved in zip(call.outputs, outputs, strict=True) if saved)
-                used[state, Resource.KEPT] = extra + own
+                used[state, Resource.KEPT] = 0.0 if self.kinds.saves_nothing(op) else extra + own
+                again = self.kinds.runs_again(op)
+                used[state, Resource.COMPUTE_BACKWARD] += time.forward if again else 0.0
         space = ChoiceSpace(
             choices=tuple(choices),
             inputs=tuple(tuple(inputs[at] for inputs, _ in layouts_of) for at in range(len(op.inputs))),

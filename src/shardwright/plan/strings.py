@@ -26,6 +26,8 @@ CONTEXT = ("cp", "cp_all_gather", "ulysses")
 KNOWN = ("dp", "tp", "sp", "ep", *CONTEXT, *SHARDED)
 RECOMPUTE = "recompute"
 """Asks for activation checkpointing of every repeated layer."""
+CHUNKED_LOSS = "chunked_loss"
+"""Asks for logits in chunks of rows, in as many as are usual, or with a number in so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class PolicyRequest:
 
     stages      of a pipeline: how many devices each stage has; () if there is none
     free        the policy that takes all devices of a stage, where stages differ
+    chunked_loss  in how many chunks losses make their logits: None: at once, 0: as many as are usual
     refined     axes that are several, by the sizes of these, outermost first: ("tp", (2, 2)) is tp0=2 x tp1=2
     """
 
@@ -43,6 +46,7 @@ class PolicyRequest:
     free: str = ""
     schedule: ScheduleKind | None = None
     refined: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    chunked_loss: int | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -95,8 +99,10 @@ class PolicyRequest:
             even = len(set(self.stages)) == 1 and not self.free
             parts.insert(0, f"pp={len(self.stages) if even else '+'.join(map(str, self.stages))}")
             parts += [word for word in (self.free, self.schedule and self.schedule.name) if word]
-        parts = parts or ["single"]
-        return ",".join([*parts, RECOMPUTE] if self.recompute else parts)
+        parts = [*(parts or ["single"]), *([RECOMPUTE] if self.recompute else [])]
+        if self.chunked_loss is not None:
+            parts.append(f"{CHUNKED_LOSS}={self.chunked_loss}" if self.chunked_loss else CHUNKED_LOSS)
+        return ",".join(parts)
 
 
 SUBAXIS = re.compile("(tp|sp)([0-9]+)")
@@ -129,12 +135,15 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
     stages: tuple[int, ...] = ()
     schedule: ScheduleKind | None = None
     free = ""
+    chunked_loss: int | None = None
     _check_once(text, items)
     for item in items:
         policy, equals, number = item.partition("=")
         if item in ("", "single", RECOMPUTE):
             continue
-        if _schedule_word(item) in KINDS:
+        if policy == CHUNKED_LOSS:
+            chunked_loss = _chunks(text, number if equals else "0")
+        elif _schedule_word(item) in KINDS:
             schedule = _schedule(text, item)
         elif policy == "pp":
             stages = _stages(text, number)
@@ -151,16 +160,18 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
     if stages and max(stages) == 1:
         stages = (inner,) * len(stages)
     request = PolicyRequest(
-        parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule
-    )
+        parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule,
+        chunked_loss=chunked_loss,
+    )  # fmt: skip
     _check_stages(text, request)
     return request
 
 
 def _check_once(text: str, items: Sequence[str]) -> None:
     named = [word for word in map(_schedule_word, items) if word in KINDS]
-    if [item.partition("=")[0] for item in items].count("pp") > 1:
-        raise PlanError(f"the plan {text!r} names pp twice")
+    for word in ("pp", CHUNKED_LOSS):
+        if [item.partition("=")[0] for item in items].count(word) > 1:
+            raise PlanError(f"the plan {text!r} names {word} twice")
     if len(named) > 1:
         raise PlanError(f"the plan {text!r} names the schedules {', '.join(named)}; a pipeline has one")
 
@@ -170,7 +181,7 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
     if policy == RECOMPUTE:
         raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
     if policy not in names:
-        known = ", ".join((*names, "pp", RECOMPUTE, schedule_names()))
+        known = ", ".join((*names, "pp", RECOMPUTE, CHUNKED_LOSS, schedule_names()))
         raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
     if number.isdigit() and (len(number) > 9 or int(number) > MOST_DEVICES):
         raise PlanError(f"the plan {text[:100]!r} gives {policy} {number[:20]} devices; there may be {MOST_DEVICES}")
@@ -180,6 +191,15 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
         raise PlanError(f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one")
     if any(policy == other for other, _ in parts):
         raise PlanError(f"the plan {text!r} names {policy} twice")
+
+
+def _chunks(text: str, number: str) -> int:
+    if not number.isdigit() or number == "1":
+        raise PlanError(
+            f"the plan {text!r} does not say in how many chunks logits are made; write {CHUNKED_LOSS}=8, or "
+            f"{CHUNKED_LOSS} for as many as are usual"
+        )
+    return int(number)
 
 
 def _schedule_word(item: str) -> str:

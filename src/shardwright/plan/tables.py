@@ -12,11 +12,13 @@ import numpy as np
 from ..cost import join_time, local_elements
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
-from ..lower import PlacementTask, Placer, transform
+from ..lower import LoweredProgram, PlacementTask, Placer, transform
+from ..lower.chunked_loss import joined_losses
 from ..memory import MemoryPeak, simulate_memory
 from ..reshard import forget_gradient
 from ..rules.replica_axes import batch_layout
 from ..storage import Storage
+from .chunking import resolved_chunks
 from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
 from .search import CostFactor, Problem
 from .spaces import ChoiceSpaces
@@ -223,6 +225,15 @@ class Tables:
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
+        return simulate_memory(self._program(choices, storage, recompute), self.training, self.moves.traits)
+
+    def joined_losses(self, states: Sequence[int]) -> dict[str, int]:
+        """The losses that are to be chunked, as far as their logits are split in a way that allows it."""
+        return joined_losses(self._program(self.choices(states), self.storage(states), self.recompute(states)))
+
+    def _program(
+        self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
+    ) -> LoweredProgram:
         task = PlacementTask(
             graph=self.analysis.graph,
             analysis=self.analysis,
@@ -230,9 +241,10 @@ class Tables:
             choices=choices,
             storage=storage,
             recompute=tuple(recompute),
+            chunked=resolved_chunks(self.analysis, self.skeleton.kinds.chunked, choices, self.mesh),
             prices=self.moves,
         )
-        return simulate_memory(transform(Placer(task)), self.training, self.moves.traits)
+        return transform(Placer(task))
 
     # -- the way back ----------------------------------------------------------------------
 

@@ -119,7 +119,8 @@ def _tables(query: WhatIfQuery, *, follow: bool) -> Tables:
     analysis, plan = query.analysis, query.plan
     choices = plan.choices(query.entry)
     known: dict[str, object] = {} if follow else {**choices, **plan.storage}
-    kinds = OpKinds(analysis, query.training, {**known, **dict.fromkeys(query.ops, "asked")})
+    chunked = plan.entries[query.entry][0].chunked_loss
+    kinds = OpKinds(analysis, query.training, {**known, **dict.fromkeys(query.ops, "asked")}, chunked)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in query.recompute})
     names = plan.mesh.names
     data = query.replica_axes if not follow else query.replica_axes or names[: len(names) == 3]

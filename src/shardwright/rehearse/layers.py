@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ class Decided:
     stage: Mapping[str, int]  # of each op
     storage: Mapping[str, Storage]  # by key of the parameter
     recompute: tuple[tuple[str, int], ...]  # (module, stage)
+    chunked_loss: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +178,7 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
         (
             reach(op.name), op.target, _plain(op.arguments, reach), tuple(map(described, op.inputs)),
             tuple(described(name) for name in op.outputs), region(op), op.autocast, op.no_grad, decided.stage[op.name],
-            tuple(sorted(decided.choices.get(op.name, {}).items())),
+            tuple(sorted(decided.choices.get(op.name, {}).items())), decided.chunked_loss.get(op.name),
         )
         for op in ops
     )  # fmt: skip
@@ -236,6 +237,7 @@ def _without(decided: Decided, gone: set[str], values: Mapping[str, str], rename
         stage={new: decided.stage[name] for name, new in names.items()},
         storage={new: stored for key, stored in decided.storage.items() if (new := rename(key)) is not None},
         recompute=tuple((path, stage) for path, stage in recompute if path is not None and path in small.under),
+        chunked_loss={new: decided.chunked_loss[name] for name, new in names.items() if name in decided.chunked_loss},
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..ir import Graph
 from ..layout import Layout, Mesh
 from ..lower import LoweredProgram
+from ..lower.chunked_loss import rows_of
 from ..plan import Plan, PlanStage
 from ..plan.lowering import lower, lower_pipeline
 from ..plan.pipeline import parts_like, timed
@@ -28,6 +29,7 @@ def decided_by(plan: Plan, graph: Graph, cluster: SmallCluster) -> Decided:
         stage={name: cluster.stage[at] for at, stage in enumerate(stages) for name in stage.choices},
         storage=plan.storage,
         recompute=tuple((path, cluster.stage[at]) for at, stage in enumerate(stages) for path in stage.recompute),
+        chunked_loss={name: chunks for stage in stages for name, chunks in stage.chunked_loss.items()},
     )
 
 
@@ -42,6 +44,7 @@ def translated(plan: Plan, decided: Decided, analysis: Analysis, meshes: Sequenc
             mesh=mesh,
             choices={name: decided.choices.get(name, {}) for name in part},
             recompute=_inside(decided, number, set(part)),
+            chunked_loss=_chunks(decided, part, mesh, cluster.microbatches),
         )
         for number, (mesh, part) in enumerate(zip(meshes, parts, strict=True))
     )
@@ -54,6 +57,16 @@ def translated(plan: Plan, decided: Decided, analysis: Analysis, meshes: Sequenc
 def _inside(decided: Decided, number: int, part: set[str]) -> tuple[str, ...]:
     wanted = dict.fromkeys(path for path, stage in decided.recompute if stage == number)
     return tuple(path for path in wanted if any(op.name in part for op in decided.graph.under[path]))
+
+
+def _chunks(decided: Decided, part: Sequence[str], mesh: Mesh, microbatches: int) -> dict[str, int]:
+    """The chunks of the losses of a stage, of which small losses have fewer: two rows, if they can, for each."""
+    graph, chunks = decided.graph, dict[str, int]()
+    for name in part:
+        if name in decided.chunked_loss:
+            rows = rows_of(graph.by_name[name], graph) // (mesh.size * microbatches)
+            chunks[name] = max(1, min(decided.chunked_loss[name], rows // 2))
+    return chunks
 
 
 def lowered(graph: Graph, plan: Plan, analysis: Analysis) -> tuple[LoweredProgram, ...]:

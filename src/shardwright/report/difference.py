@@ -178,6 +178,10 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
     again = b.entries[entry][0].recompute
     if set(stage.recompute) != set(again):
         differences.append(part("recomputation", replace(a, entries={entry: (replace(stage, recompute=again),)})))
+    chunked = b.entries[entry][0].chunked_loss
+    if dict(stage.chunked_loss) != dict(chunked):
+        changed = replace(a, entries={entry: (replace(stage, chunked_loss=chunked),)})
+        differences.append(part("chunks of logits", changed))
     return sorted(differences, key=lambda first: -abs(first.seconds))
 
 
@@ -222,6 +226,7 @@ def _rows(a: Plan, b: Plan) -> Iterator[Changed]:
     for entry in dict.fromkeys((*a.entries, *b.entries)):
         yield from _changes(entry, _choices(a, entry), _choices(b, entry))
         yield from _changes(f"{entry}, backward", _recomputed(a, entry), _recomputed(b, entry), "saved")
+        yield from _changes(f"{entry}, logits", _chunked(a, entry), _chunked(b, entry), "whole")
     yield from _changes("storage", _storage(a), _storage(b))
     for entry in (*a.fingerprints, *(name for name in b.fingerprints if name not in a.fingerprints)):
         first, other = a.fingerprints.get(entry, "-"), b.fingerprints.get(entry, "-")
@@ -249,6 +254,11 @@ def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
         for path, again in stage.recomputed().items():
             paths[path] = "recomputed" if again or paths.get(path) == "recomputed" else "saved"
     return paths
+
+
+def _chunked(plan: Plan, entry: str) -> dict[str, str]:
+    stages = plan.entries.get(entry, ())
+    return {name: f"{count} chunks" for stage in stages for name, count in stage.chunked_loss.items()}
 
 
 def _storage(plan: Plan) -> dict[str, str]:

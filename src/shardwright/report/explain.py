@@ -77,6 +77,9 @@ class Explanation:
             paths = ", ".join(path for stage in stages for path in in_ranges(stage.folded_recompute()))
             if paths:
                 yield Text(f"recomputed in backward ({entry}): {paths}")
+            losses = [f"{name} {count}" for stage in stages for name, count in stage.chunked_loss.items()]
+            if losses:
+                yield Text(f"chunks of logits ({entry}): {', '.join(losses)}")
 
     def _splits(self) -> Table:
         """Without a program the labels of the ops' rules; with one, the layouts of their outputs."""

@@ -19,6 +19,7 @@ def read_plan(path: str | Path) -> Plan:
                 mesh=mesh_of(data, stage),
                 choices={name: {} for name in stage.get("ops", ())} | stage["choices"],
                 recompute=tuple(stage["recompute"]),
+                chunked_loss=stage.get("chunked_loss", {}),
             )
             for stage in stages
         )

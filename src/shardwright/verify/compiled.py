@@ -64,7 +64,7 @@ class CompiledSide:
         self.optimizer = task.optimizer(trainable(module.parameters()))
         settings = CompilerSettings(
             request=order.request, directory=order.directory, seed=task.seed, precision=task.precision,
-            promote=task.promote, exact_random=True,
+            promote=task.promote, exact_random=True, outputs=task.outputs,
         )  # fmt: skip
         compiler = SharingCompiler(module, self.optimizer, start(), settings)
         compiler.captures = order.captures

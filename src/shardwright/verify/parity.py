@@ -35,6 +35,7 @@ from ..options import MOVED, CompileOptions, PipelineOptions, expect_only, read_
 from ..plan import Plan
 from ..plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
 from ..plan.search_options import SearchOptions
+from ..planning import only_scalars
 from ..precision import NARROW, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
 from ..wrapping import unwrapped
@@ -75,8 +76,8 @@ def verify(
                the world if there is one, else threads. Processes need a picklable model.
     size       number of ranks, if the plan does not fix it (a policy function).
     pipeline   PipelineOptions: microbatches, as for parallelize.
-    compile    CompileOptions: opaque and timeout, as for parallelize; directory: where to write generated code, which
-               is discarded without it.
+    compile    CompileOptions: opaque, outputs and timeout, as for parallelize; directory: where to write generated
+               code, which is discarded without it.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """
@@ -91,7 +92,7 @@ def verify(
     order = tuple(sorted(entries, reverse=True))
     task = make_task(
         model, example, base, device, optimizer=optimizer, loss=loss or loss_of, steps=steps, entries=order, seed=seed,
-        precision=exact,
+        precision=exact, outputs=options.outputs or "all",
     )  # fmt: skip
     find_opaque(task.module, options.opaque)
     run = ComparisonOptions(
@@ -115,7 +116,7 @@ def _read_options(
 ) -> tuple[CompileOptions, int | None]:
     """The options of a comparison, and the number of microbatches."""
     options, microbatches = read_options(CompileOptions, compile), read_options(PipelineOptions, pipeline)
-    expect_only(options, ("directory", "opaque", "timeout"), "sw.verify", "it compares all outputs of a whole model")
+    expect_only(options, ("directory", "opaque", "outputs", "timeout"), "sw.verify", "it compares a whole model")
     expect_only(microbatches, ("microbatches",), "sw.verify", "it compares a step of the whole batch")
     return options, microbatches.microbatches
 
@@ -251,6 +252,7 @@ def source_for(model: nn.Module, example: Any, source: PlanSource, task: VerifyT
         skeleton.train(entry == "train")
     with casting(skeleton, task.precision):
         old = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph
+    old = old if task.outputs == "all" else only_scalars(old)
     known = rebind.read(source, old)
 
     def again(new: Graph, world: int) -> Plan:
@@ -277,7 +279,10 @@ def ranks_of(source: PlanSource) -> int:
 
 def _captures(side: Original) -> dict[tuple[bool, int], CapturedGraph]:
     """The graphs captured by the reference, for ranks in this process."""
-    return {(entry == "train", number): side.captured(entry) for number, entry in enumerate(side.task.entries)}
+    captures = {(entry == "train", number): side.captured(entry) for number, entry in enumerate(side.task.entries)}
+    if side.task.outputs == "all":
+        return captures
+    return {key: replace(captured, graph=only_scalars(captured.graph)) for key, captured in captures.items()}
 
 
 def _on_rank(rank: int, order: CompileTask, original: TrainingRun, tolerance: float) -> list[Row]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
+from ..options import Outputs
 from ..precision import Precision
 
 Entry = Literal["train", "eval"]
@@ -37,6 +38,7 @@ class VerifyTask:
     entries: tuple[Entry, ...] = ("train",)
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
+    outputs: Outputs = "all"  # which of them are compared, and leave the compiled model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +90,7 @@ def follow(side: ComparedModel, task: VerifyTask) -> TrainingRun:
     for _ in range(task.steps if "train" in task.entries else 0):
         side.optimizer.zero_grad()
         output = side.forward("train")
-        outputs = named_outputs(output)
+        outputs = named_outputs(output, task.outputs)
         loss = task.loss(output)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -97,12 +99,12 @@ def follow(side: ComparedModel, task: VerifyTask) -> TrainingRun:
     evaluated: Tensors = {}
     if "eval" in task.entries:
         with torch.no_grad():
-            evaluated = named_outputs(side.forward("eval"))
+            evaluated = named_outputs(side.forward("eval"), task.outputs)
     return TrainingRun(steps=tuple(steps), parameters=side.parameters(), buffers=side.buffers(), evaluated=evaluated)
 
 
-def named_outputs(output: Any) -> Tensors:
-    """Every tensor and number of a model's output, by path."""
+def named_outputs(output: Any, which: Outputs = "all") -> Tensors:
+    """Every tensor and number of a model's output, or only the numbers, by path."""
     tensors: Tensors = {}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         name = ".".join(_word(key) for key in path) or "output"
@@ -111,7 +113,7 @@ def named_outputs(output: Any) -> Tensors:
             tensors[name] = leaf.detach().clone() if continuous else leaf.double()
         elif isinstance(leaf, bool | int | float):
             tensors[name] = torch.tensor(float(leaf), dtype=torch.float64)
-    return tensors
+    return tensors if which == "all" else {name: x for name, x in tensors.items() if x is None or not x.shape}
 
 
 def _word(key: Any) -> str:

@@ -147,6 +147,14 @@ class JointResult:
     pipeline: PipelineResult | None
     piped: PipelineSearchResult | None
 
+    @property
+    def seconds(self) -> float:
+        """The step time of the plan."""
+        if self.pipeline is not None:
+            return self.pipeline.trial.seconds
+        assert self.flat is not None
+        return self.flat.best.time
+
 
 class JointPlanner:
     """Solves the trials of a search over pipelines."""
@@ -229,7 +237,7 @@ def find_plan(
 ) -> JointResult:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
     began = time.monotonic()
-    limits = bind(options.constraints, analysis)
+    limits = bind(options.constraints, analysis, options.chunked)
     request = pipeline_request(limits, options)
     only = needs_pipeline(request, limits)
     context = SearchContext(analysis, cluster, training, limits, recompute=options.recompute)
@@ -248,7 +256,7 @@ def find_plan(
         stopped = options.stop is not None and options.stop()
         return stopped or time.monotonic() - began > options.seconds
 
-    upper = math.inf if flat is None else flat.best.time
+    upper = options.upper if flat is None else flat.best.time
     setup = PipelineSetup(
         analysis=analysis,
         cluster=cluster,

@@ -18,11 +18,13 @@ from ...cost import TrainingSetup, backend_traits
 from ...cost.resources import phases, row
 from ...ir.paths import is_inside
 from ...layout import MB, Axis, Mesh
-from ...lower import Placer, transform
+from ...lower import LoweredProgram, transform
+from ...lower.chunked_loss import joined_losses
 from ...memory import MemoryPeak, StageMemory, rank_memory, simulate_stage_memory
 from ...rules import Analysis, Choices
 from ...storage import Replicated, Storage
 from ..builder import PlanBuilder
+from ..chunking import resolved_chunks
 from ..lowering import place_stages
 from ..meshes import axis_names
 from ..pipeline import timed
@@ -212,6 +214,11 @@ class SolvedPipeline:
         under = self.analysis.graph.under
         return tuple(path for path in paths if any(op.name in inside for op in under[path]))
 
+    def chunked_loss(self, number: int) -> dict[str, int]:
+        chunked = self.solved[number].solution.tables.skeleton.kinds.chunked
+        own = {name: chunks for name, chunks in chunked.items() if name in self.parts[number]}
+        return resolved_chunks(self.analysis, own, self.choices(number), timed(self.mesh(number), self.times))
+
     @cached_property
     def storage(self) -> dict[str, Storage]:
         """How parameters are stored; those of several stages as in the first."""
@@ -231,7 +238,7 @@ class SolvedPipeline:
         every = {parameter.key: self.storage.get(parameter.key, Replicated()) for parameter in graph.parameters}
         return replace(
             base,
-            entries={graph.entry: self.stages},
+            entries={graph.entry: self._planned_stages(cluster)},
             storage=every if any(stored.axes for stored in every.values()) else {},
             microbatches=trial.microbatches,
             schedule=trial.schedule.name,
@@ -244,9 +251,8 @@ class SolvedPipeline:
     def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
         """The memory peak of a device of each pipeline rank."""
         trial = self.trial
-        meshes = [timed(replace(stage.mesh, devices=()), self.times) for stage in self.stages]
-        placers = place_stages(self.analysis, self.staged, self.stages, meshes, self.storage, cluster).placers
-        simulated = [self._simulate(number, placer, cluster, training) for number, placer in enumerate(placers)]
+        programs = enumerate(self._programs(cluster))
+        simulated = [self._simulate(number, program, cluster, training) for number, program in programs]
         pp_ranks = len(trial.pp_ranks)
         schedule = trial.schedule.steady(pp_ranks, trial.microbatches)
         return tuple(rank_memory(schedule, pp_rank, simulated, training) for pp_rank in range(pp_ranks))
@@ -254,13 +260,35 @@ class SolvedPipeline:
     @cached_property
     def stages(self) -> tuple[PlanStage, ...]:
         return tuple(
-            PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
+            PlanStage(
+                mesh=self.mesh(number),
+                choices=self.choices(number),
+                recompute=self.recompute(number),
+                chunked_loss=self.chunked_loss(number),
+            )
             for number in range(len(self.solved))
         )
 
-    def _simulate(self, number: int, placer: Placer, cluster: Cluster, training: TrainingSetup) -> StageMemory:
+    def _programs(self, cluster: Cluster) -> list[LoweredProgram]:
+        meshes = [timed(replace(stage.mesh, devices=()), self.times) for stage in self.stages]
+        placed = place_stages(self.analysis, self.staged, self.stages, meshes, self.storage, cluster)
+        return [transform(placer) for placer in placed.placers]
+
+    def _planned_stages(self, cluster: Cluster) -> tuple[PlanStage, ...]:
+        """The stages, without the chunks of losses whose logits are resharded before them."""
+        if not any(stage.chunked_loss for stage in self.stages):
+            return self.stages
+        programs = self._programs(cluster)
+        return tuple(
+            replace(stage, chunked_loss=joined_losses(program))
+            for stage, program in zip(self.stages, programs, strict=True)
+        )
+
+    def _simulate(
+        self, number: int, program: LoweredProgram, cluster: Cluster, training: TrainingSetup
+    ) -> StageMemory:
         traits = backend_traits(cluster.device(self.pp_rank(number).devices[0]).name, cluster.nodes)
-        return simulate_stage_memory(transform(placer), training, traits, queued=self.solved[number].stage.queued)
+        return simulate_stage_memory(program, training, traits, queued=self.solved[number].stage.queued)
 
 
 def layers_of_part(names: Sequence[str]) -> list[str]:
