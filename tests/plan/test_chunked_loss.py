@@ -37,13 +37,13 @@ from shardwright.report import diff
 from shardwright.report.plans import read_plan
 from shardwright.rules import Analysis, analyse
 from tests.models.zoo import ZOO
-from tests.plan.graphs import facts_of, graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 LOSS = "/ cross_entropy_loss"
 
 
 def planned(text: str, name: str = "gpt") -> Plan:
-    return build_plan(graph_of(name), parse_plan_string(text), facts_of(name))
+    return build_plan(graph_of(name), parse_plan_string(text), analysis_of(name))
 
 
 def chunks_of(plan: Plan, entry: str = "train") -> dict[str, int]:
@@ -82,7 +82,7 @@ def test_the_usual_number_keeps_enough_rows_in_a_chunk() -> None:
 
 def test_a_builder_takes_an_op_or_its_name() -> None:
     for given in (LOSS, graph_of("gpt").by_name[LOSS]):
-        builder = PlanBuilder(graph_of("gpt"), Mesh(axes=(Axis(name="dp", size=2),)), facts_of("gpt"))
+        builder = PlanBuilder(graph_of("gpt"), Mesh(axes=(Axis(name="dp", size=2),)), analysis_of("gpt"))
         builder.chunk_loss(given, 5)
         assert chunks_of(builder.finish("own")) == {LOSS: 5}
 
@@ -99,7 +99,7 @@ def test_a_plan_file_has_it_and_one_without_is_still_read(tmp_path: Any) -> None
 
 def test_a_pipeline_has_it_in_the_stage_of_the_loss() -> None:
     request = parse_plan_string("pp=2,chunked_loss=3")
-    plan = build_pipeline(graph_of("gpt", 4), request, facts_of("gpt", 4), microbatches=2)
+    plan = build_pipeline(graph_of("gpt", 4), request, analysis_of("gpt", 4), microbatches=2)
 
     assert [dict(stage.chunked_loss) for stage in plan.stages] == [{}, {LOSS: 3}]
 
@@ -129,13 +129,13 @@ def test_unknown_losses_and_too_many_chunks_are_named_at_once(tmp_path: Any) -> 
 
 
 def test_more_chunks_than_a_rank_has_rows_are_refused() -> None:
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     with pytest.raises(PlanError, match=r"in 40 chunks, and a rank has 24 rows; use 24 at most"):
         lower(graph, planned("dp=2,chunked_loss=40"), analysis)
 
 
 def test_a_builder_that_names_another_op_is_refused() -> None:
-    builder = PlanBuilder(graph_of("gpt"), Mesh(axes=()), facts_of("gpt"))
+    builder = PlanBuilder(graph_of("gpt"), Mesh(axes=()), analysis_of("gpt"))
     builder.chunk_loss("head / linear", 2)
     with pytest.raises(PlanError, match=r"head / linear .* in chunks, but it is no cross_entropy"):
         builder.finish("own")
@@ -208,7 +208,7 @@ def test_logits_that_somebody_else_reads_are_refused(kind: str, why: str) -> Non
 
 
 def test_a_split_that_reshards_logits_is_refused() -> None:
-    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), analysis_of("gpt")
     builder = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=2),)), analysis)
     head = graph.by_name["head / linear"]
     builder.split(head, builder.mesh.axes[0], next(role for role in builder.roles(head) if role.label == "k"))
@@ -235,7 +235,7 @@ def test_an_evaluation_takes_over_what_it_can() -> None:
 
 
 def test_a_smaller_batch_has_fewer_chunks() -> None:
-    plan = build_pipeline(graph_of("gpt", 4), parse_plan_string("pp=2,chunked_loss=16"), facts_of("gpt", 4))
+    plan = build_pipeline(graph_of("gpt", 4), parse_plan_string("pp=2,chunked_loss=16"), analysis_of("gpt", 4))
     rows = graph_of("gpt", 1).values[graph_of("gpt", 1).by_name[LOSS].inputs[1]].elements
     small = capture(copy_to_meta(ZOO["gpt"](batch=1).module), ZOO["gpt"](batch=1).args, {}, entry="train-1").graph
 

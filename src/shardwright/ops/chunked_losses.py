@@ -78,8 +78,7 @@ def run_linear_cross_entropy(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.linear_cross_entropy(
         a["self"], a["weight"], a["target"], chunks=a["chunks"], bias=a["bias"], slices=a.get("slices", ()),
         steps=a.get("steps", ()), logsumexp=a["logsumexp"], samples=run.group(a["samples"]),
-        classes=run.group(a["classes"]),
-        sharding=a["sharding"], size=a["size"], class_weight=a["class_weight"],
+        classes=run.group(a["classes"]), sharding=a["sharding"], size=a["size"], class_weight=a["class_weight"],
         ignore_index=a.get("ignore_index", -100), reduction=reduction_of(a),
         label_smoothing=a.get("label_smoothing", 0.0), count=a["count"], reduced=a.get("reduced", False),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Chunked losses in a plan: which are, and in how many chunks of rows a rank makes their logits.
 
 More chunks need less memory and cost no more arithmetic, as long as each has rows enough to keep a device busy. The
-usual number makes a chunk of logits about as large as what the linear reads, as far as chunks keep `LEAST_ROWS` rows.
+usual number makes a chunk of logits about as large as what the linear reads, as far as chunks keep `ROWS` rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ChunkCounts = Mapping[str, int | None]
 USUAL = 8
 """Chunks of a loss that has few rows, or few classes."""
 
-LEAST_ROWS = 512
+ROWS = 512
 """Rows that a chunk should have: with fewer, the weight is read more often than matmuls can hide."""
 
 
 def usual_chunks(rows: int, classes: int, features: int) -> int:
     """The usual number of chunks for a loss with so many rows on a rank."""
-    most = max(rows // LEAST_ROWS, USUAL)
+    most = max(rows // ROWS, USUAL)
     return max(1, min(rows, most, max(USUAL, -(-classes // features))))
 
 

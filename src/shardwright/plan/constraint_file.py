@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,15 @@ def load_entries(path: str | Path) -> Any:
     if not str(path).endswith((".yaml", ".yml")):
         raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
     return read_yaml(path, PlanError, _Loader) or []
+
+
+def show_entry(value: Any) -> str:
+    """An entry on one line, as a person would write it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {show_entry(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(show_entry, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class _Loader(StrictLoader):

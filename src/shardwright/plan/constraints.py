@@ -37,7 +37,7 @@ from ..ir.paths import prefixes
 from ..layout import MOST_DEVICES
 from ..rules import without_stripes
 from ..schedule import schedule_kind
-from .constraint_file import load_entries
+from .constraint_file import load_entries, show_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ class _Reader:
         if not isinstance(data, Mapping):
             self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
             return None
-        source = ConstraintSource(text=_shown(data), where=where)
+        source = ConstraintSource(text=show_entry(data), where=where)
         if "whole" in data:
             self.faults.append(f"{source}: whole is called replicated now; write replicated: true")
             return None
@@ -391,12 +391,3 @@ class _Reader:
 
 
 _PLURALS = {"module": "modules", "class": "classes", "op": "ops"}
-
-
-def _shown(value: Any) -> str:
-    """An entry on one line, as a person would write it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -113,7 +113,7 @@ class Difference:
             format_value = format_bytes if total.bytes else format_time
             change = total.b - total.a
             sign = "+" if change > 0 else "-" if change < 0 else ""
-            part = f"{100 * change / total.a:+.1f} %" if total.a and format_value(total.a) != "0" and change else ""
+            part = f"{100 * change / total.a:+.1f} %" if total.a and change else ""
             table.add_row(
                 total.what, format_value(total.a), format_value(total.b), f"{sign}{format_value(abs(change))}", part
             )
@@ -180,8 +180,8 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
         differences.append(part("recomputation", replace(a, entries={entry: (replace(stage, recompute=again),)})))
     chunked = b.entries[entry][0].chunked_loss
     if dict(stage.chunked_loss) != dict(chunked):
-        rechunked = replace(stage, chunked_loss=chunked)
-        differences.append(part("chunks of logits", replace(a, entries={entry: (rechunked,)})))
+        changed = replace(a, entries={entry: (replace(stage, chunked_loss=chunked),)})
+        differences.append(part("chunks of logits", changed))
     return sorted(differences, key=lambda first: -abs(first.seconds))
 
 
@@ -257,8 +257,8 @@ def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
 
 
 def _chunked(plan: Plan, entry: str) -> dict[str, str]:
-    segments = plan.entries.get(entry, ())
-    return {name: f"{count} chunks" for segment in segments for name, count in segment.chunked_loss.items()}
+    stages = plan.entries.get(entry, ())
+    return {name: f"{count} chunks" for stage in stages for name, count in stage.chunked_loss.items()}
 
 
 def _storage(plan: Plan) -> dict[str, str]:

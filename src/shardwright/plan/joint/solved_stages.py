@@ -251,9 +251,8 @@ class SolvedPipeline:
     def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
         """The memory peak of a device of each pipeline rank."""
         trial = self.trial
-        simulated = [
-            self._simulate(number, program, cluster, training) for number, program in enumerate(self._programs(cluster))
-        ]
+        programs = enumerate(self._programs(cluster))
+        simulated = [self._simulate(number, program, cluster, training) for number, program in programs]
         pp_ranks = len(trial.pp_ranks)
         schedule = trial.schedule.steady(pp_ranks, trial.microbatches)
         return tuple(rank_memory(schedule, pp_rank, simulated, training) for pp_rank in range(pp_ranks))

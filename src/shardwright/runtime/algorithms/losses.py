@@ -102,7 +102,7 @@ def mean_of(
     count: Count | None,
     reduced: bool,
 ) -> Tensor:
-    """The share of the mean that a sum over this rank's samples is; with `reduced` the mean over all `samples`."""
+    """The share of the mean that a sum over this rank's samples is, or with `reduced` the mean over all of them."""
     if reduced and count is None and samples is not None and samples.process_group is not None:
         own = count_labels(target, weight=weight, ignore_index=ignore_index)
         mean: Tensor = _WholeMean.apply(total, own, samples)  # type: ignore[no-untyped-call]
