@@ -54,7 +54,7 @@ def _look_at_masks(options: Any, known: list[Row]) -> list[Row]:
         key = (row.model_type, row.labels)
         _say(row, count, 2 * len(wanted), time.monotonic() - begun)
         if key in rows and row.captured:
-            seen = {name: getattr(row, name) for name in ("attention", "causal", "unmasked", "masks")}
+            seen = {name: getattr(row, name) for name in ("attention", "causal", "unmasked", "structured", "masks")}
             rows[key] = replace(rows[key], **seen)
             write(RESULTS, _sorted(rows.values()))
     return _sorted(rows.values())

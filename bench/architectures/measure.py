@@ -14,7 +14,8 @@ import torch
 
 from shardwright.capture import CapturedGraph, find_opaque
 from shardwright.cost import flops
-from shardwright.ir import Graph
+from shardwright.ir import Graph, Op
+from shardwright.ops.attention import STRUCTURED
 from shardwright.parallelize import captured_graph
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.request import PlanRequest
@@ -58,6 +59,7 @@ class Row:
     attention: int = 0  # attention ops
     causal: int = 0  # those of them that run with is_causal, without a mask
     unmasked: int = 0  # those that see everything, without a mask
+    structured: int = 0  # those that run by what their mask means: a window, documents, padded keys
     masks: str = ""  # what the masks of the others are
 
     @property
@@ -161,14 +163,23 @@ def look_at_masks(row: Row, model: Any, example: dict[str, Any]) -> Row:
 
 
 def attention_masks(graph: Graph) -> dict[str, Any]:
-    """How many attention ops there are, how many need no mask, and what the others' masks are."""
-    ops = [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
-    free = [op for op in ops if op.tensor("attn_mask") is None]
-    dense = {f"{op.mask}" if op.mask is not None else "unknown" for op in ops if op.tensor("attn_mask") is not None}
+    """How many attention ops there are, how many run without a dense mask, and what the others' masks are."""
+    fused = [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+    structured = [op for op in graph.ops if op.target == STRUCTURED]
+    free = [op for op in fused if op.tensor("attn_mask") is None]
+    by_key = [op for op in fused if _is_by_key(graph, op)]
+    dense = {str(op.mask or "unknown") for op in fused if op not in free and op not in by_key}
     causal = sum(bool(op.argument("is_causal")) for op in free)
     return {
-        "attention": len(ops), "causal": causal, "unmasked": len(free) - causal, "masks": "; ".join(sorted(dense)),
+        "attention": len(fused) + len(structured), "causal": causal, "unmasked": len(free) - causal,
+        "structured": len(structured) + len(by_key), "masks": "; ".join(sorted(dense)),
     }  # fmt: skip
+
+
+def _is_by_key(graph: Graph, op: Op) -> bool:
+    """Whether a mask is alike for all queries, and known to be of padding."""
+    mask = op.tensor("attn_mask")
+    return mask is not None and op.mask is not None and graph.values[mask].shape[-2:-1] in ((), (1,))
 
 
 def split_share(captured: CapturedGraph) -> tuple[float, str]:

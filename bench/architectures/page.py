@@ -35,9 +35,9 @@ def page(rows: Sequence[Row]) -> str:
         'submodules that no graph can say kept as they are (`CompileOptions(opaque="auto")`). *dp* or *tp* is '
         "verified if two ranks with that plan give the outputs, the gradients, the buffers and the parameters after "
         "two steps that the original gives, to 1e-10 in float64. *Split* is the share of the forward arithmetic "
-        "that tp=2 splits. *Attention* is how many of the fused attention ops run without a mask, since it says "
-        "no more than `is_causal` (c) or nothing at all (f, full), and what the masks of the others are (see "
-        "[Attention](attention.md)).",
+        "that tp=2 splits. *Attention* is how many of the fused attention ops run without a dense mask: it says no "
+        "more than `is_causal` (c) or nothing at all (f, full), or is a structure (s: a window, documents, padded "
+        "keys); and what the masks of the others are (see [Attention](attention.md)).",
         "Experts run as `batched_mm`: the default knows no float64, and the eager way loops over data. The rows of "
         "audio models have a head for classes where there is one: a CTC loss picks labels by a mask "
         "(`labels.masked_select`), so that its shapes depend on data. Models whose images or sounds come as rows of "
@@ -125,9 +125,9 @@ def _table(rows: Sequence[Row]) -> str:
 def _attention(row: Row) -> str:
     if not row.attention:
         return ""
-    marks = "".join(mark for mark, count in (("c", row.causal), ("f", row.unmasked)) if count)
+    marks = "".join(mark for mark, count in (("c", row.causal), ("f", row.unmasked), ("s", row.structured)) if count)
     names = sorted({re.sub(r" by [^;]*", "", mask) for mask in row.masks.split("; ")} - {""})
-    free = f"{row.causal + row.unmasked}/{row.attention} {marks}".strip()
+    free = f"{row.causal + row.unmasked + row.structured}/{row.attention} {marks}".strip()
     return f"{free}: {'; '.join(names)}" if names else free
 
 

@@ -18,6 +18,7 @@ from shardwright.cluster.catalogue import DEVICES
 from shardwright.cost import OpTime, TrainingSetup, join_time, local_call, op_time, update_time
 from shardwright.ir.graph import Slot
 from shardwright.layout import Axis, Mesh
+from shardwright.ops.attention import STRUCTURED
 from shardwright.rules import analyse
 from tests.cost.calls import HALF, call, linear, signatures, tensor, whole
 
@@ -95,6 +96,20 @@ def test_a_causal_attention_skips_half_and_wastes_its_diagonal():
     assert causal / full == pytest.approx(0.5 + 0.5 * 128 / 65536)
     full, causal = (op_time(attention(64, is_causal=is_causal), HALF).forward for is_causal in (False, True))
     assert causal == full  # one block
+
+
+def test_attention_with_a_window_takes_as_long_as_what_it_reaches():
+    plain = attention(65536)
+    masked = op_time(attention(65536, attn_mask=Slot(2)), HALF).forward
+    for limits, share in (
+        ({"before": 8191, "after": 0}, 0.125 - 0.125**2 / 2 + 128 / 65536),
+        ({"after": 0}, 0.5 + 64 / 65536),
+        ({"after": 0, "prefix": 32768}, 0.625 + 64 / 65536),
+        ({"before": 10**6}, 1.0),
+        ({"padding": Slot(0)}, 1.0),
+    ):
+        op = replace(plain.op, target=STRUCTURED, arguments=(*plain.op.arguments, *limits.items()))
+        assert op_time(replace(plain, op=op), HALF).forward / masked == pytest.approx(share, rel=1e-2)
 
 
 def test_a_pointwise_op_reads_and_writes():

@@ -73,7 +73,7 @@ RULES = (
         "ops/attention.py",
         's = "s=queries" if causal or windowed else "s"',
         's = "s=queries" if causal else "s"',
-        drawn("shardwright.attention.default"),
+        WRITTEN,
     ),
     Fault(
         "padding is alike for all samples",

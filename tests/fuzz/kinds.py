@@ -224,7 +224,7 @@ CONSTRAINTS = """
 - {axis: tp, size: 8, inside: node}
 - {axis: dp, splits: batch}
 - {module: "model.layers.*.mlp.up", split: n, on: tp}
-- {class: LlamaRMSNorm, whole: true, on: tp}
+- {class: LlamaRMSNorm, replicated: true, on: tp}
 - {module: "model.layers.*", together: true}
 - {memory: 70GiB}
 - {module: "model.layers.0", recompute: false}

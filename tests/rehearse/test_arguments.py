@@ -11,6 +11,13 @@ from shardwright.rehearse.arguments import Resized, resize_arguments
 
 BIG, SMALL = {"B": 8, "S": 12, "D": 16}, {"B": 3, "S": 5, "D": 4}
 
+
+def attended(x, n, seen):
+    """Attention in which a query sees keys by the difference of places, and by the place of the key."""
+    q, places = x.unflatten(-1, (2, n["D"] // 2)).transpose(1, 2), torch.arange(n["S"])
+    return F.scaled_dot_product_attention(q, q, q, seen(places[:, None], places[None]))
+
+
 OPS = {
     "view": lambda x, n: x.view(n["B"] * n["S"], n["D"]),
     "expand": lambda x, n: x[:, :1].expand(-1, n["S"], n["D"]),
@@ -27,6 +34,8 @@ OPS = {
     "unflatten": lambda x, n: x.unflatten(-1, (2, n["D"] // 2)),
     "scatter": lambda x, n: x.slice_scatter(x[:, 1:], 1, 0, n["S"] - 1),
     "depthwise": lambda x, n: F.conv1d(x.transpose(1, 2), torch.ones(n["D"], 1, 3), groups=n["D"]),
+    "window": lambda x, n: attended(x, n, lambda q, k: (k <= q) & (q - k <= n["S"] // 2)),
+    "prefix": lambda x, n: attended(x, n, lambda q, k: (k <= q) | (k < n["S"] // 3)),
     "top": lambda x, n: x.topk(n["D"] // 2)[0],
 }
 

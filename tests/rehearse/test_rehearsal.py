@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from examples.gpt import GPT, GPTConfig
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import shardwright as sw
 from shardwright.errors import CaptureError, InputError, NonFiniteError, ParityError, PlanError
@@ -124,6 +124,22 @@ def test_experts_go_where_their_tokens_are():
     assert rehearsal.passed, str(rehearsal)
     assert all(parameter.is_meta for parameter in model.parameters())  # the user's model is as it was
     assert rehearsal.meshes == (("dp=2 x ep=4 x tp=2", "dp=2 x ep=2 x tp=2"),)
+
+
+@pytest.mark.parametrize("data", ["attention_mask", "position_ids"])
+def test_a_window_stays_a_window(data):
+    config = MistralConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=8, sliding_window=1024, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = MistralForCausalLM(config), torch.zeros(64, 4096, dtype=torch.int64)
+    example = ((), {"input_ids": ids, data: ids, "labels": ids})
+
+    rehearsal = rehearse("dp=2,tp=4", model.train(), example=example, compile={"outputs": "scalars"}, steps=1)
+
+    assert rehearsal.passed, str(rehearsal)
+    assert dict(rehearsal.sizes)[4096] < 64
 
 
 def test_a_plan_in_a_precision_keeps_its_casts(tmp_path):

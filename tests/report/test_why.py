@@ -1,6 +1,7 @@
 """Why an op is split the way it is: every other way is priced as a plan with that change is."""
 
 import dataclasses
+import re
 
 import pytest
 

@@ -41,7 +41,9 @@ NO_DERIVATIVE = frozenset(
 
 
 def full_name(name: str) -> str:
-    """An op of aten in full, with its overload."""
+    """An op of aten in full, with its overload; ops of others are written so."""
+    if name.count(".") > 1:
+        return name
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 

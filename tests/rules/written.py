@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwright.ops.attention import STRUCTURED
 from tests.rules.drawn import Arguments
 
 
@@ -31,6 +32,7 @@ def attended(query: Tensor, key: Tensor, mask: Tensor | None = None, *, causal: 
     }  # fmt: skip
 
 
+KEYS_AND_QUERIES = {"query": real(2, 4, 3, 5), "key": real(2, 2, 6, 5), "value": real(2, 2, 6, 5)}
 X = real(6, 4, 6)
 RUNS = torch.tensor([2, 5, 8], dtype=torch.int32)
 COLUMN = torch.arange(4).view(1, 4, 1)
@@ -136,6 +138,15 @@ PRODUCTS: Written = {
     "attention, rows that broadcast": (
         "scaled_dot_product_attention", attended(real(2, 4, 3, 5), real(1, 4, 3, 5)), None,
     ),
+    "attention, a window": (
+        STRUCTURED, {**KEYS_AND_QUERIES, "before": 1},
+        "ba (g r) s=queries e^, ba g t=ring@s e^, ba g t=ring@s d^ -> ba (g r) s=queries d^",
+    ),
+    "attention, documents and padding": (
+        STRUCTURED,
+        {**KEYS_AND_QUERIES, "query_documents": ids(2, 2, 3), "key_documents": ids(2, 2, 6), "padding": truths(1, 6)},
+        "ba (g r) s e^, ba g t=ring@s e^, ba g t=ring@s d^, ba s, ba 6, 1 6 -> ba (g r) s d^",
+    ),
     "attention, no heads": ("scaled_dot_product_attention", attended(real(3, 5), real(3, 5)), None),
 }  # fmt: skip
 
@@ -218,7 +229,7 @@ LOSSES: Written = {
         "cross_entropy_loss.default", {"self": real(4), "target": torch.tensor(1)}, "c=classes, ->",
     ),
     "cross entropy, one row of probabilities": (
-        "cross_entropy_loss.default", {"self": real(4), "target": real(4).softmax(0)}, "c=classes, c=classes ->",
+        "cross_entropy_loss.default", {"self": real(4), "target": real(4).softmax(0)}, None,
     ),
     "cross entropy, one row and weights": (
         "cross_entropy_loss.default", {"self": real(4), "target": torch.tensor(1), "weight": real(4).abs()}, None,

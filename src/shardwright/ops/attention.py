@@ -30,6 +30,9 @@ from .spec import Kernel, define
 STRUCTURED = "shardwright.attention.default"
 """Attention with a structure in place of a mask."""
 
+CHUNK = 128
+"""Queries that share one small mask (`runtime/algorithms/attention_kernels.py`)."""
+
 LIMITS = ("is_causal", "before", "after", "prefix")
 DATA = ("attn_mask", "query_documents", "key_documents", "padding", "scale")
 PLACED = ("query", "key", "value", *LIMITS, *DATA)
@@ -264,12 +267,20 @@ def saved_structured_attention(call: LocalCall, signature: Signature, flat: Sequ
     return SavedForBackward((True,) * len(call.inputs), (True,), query.elements / max(width, 1) * max(query.item, 4))
 
 
-def structured_work(call: LocalCall, signature: Signature) -> tuple[float, float]:
-    """Gradients of keys and values come in parts; half precision is summed in float32."""
+def structured_work(call: LocalCall, signature: Signature, flat: Sequence[bool] | None) -> tuple[float, float]:
+    """Some queries at a time: their part of the result or of gradients, a mask, and what the kernel needs.
+
+    Half precision sums in float32.
+    """
     query, key, value = call.inputs[:3]
+    (*_, length, _), (*_, keys, _) = (signature.analysis.graph.values[name].shape for name in call.op.inputs[:2])
+    rows = min(CHUNK, length)
     wide = 0.0 if query.item >= 4 else 4.0 / query.item
-    parts = key.bytes + value.bytes
-    return wide * call.outputs[0].bytes, parts + wide * (query.bytes + parts)
+    mask, parts = rows * keys * (query.item + 3), key.bytes + value.bytes  # added to scores, and made of three booleans
+    kernel = scores_work(call, signature, flat)
+    forward = mask + (rows / length + wide) * call.outputs[0].bytes
+    backward = mask + rows / length * query.bytes + parts + wide * (query.bytes + parts)
+    return kernel[0] + forward, kernel[1] + backward
 
 
 define("scaled_dot_product_attention", rule=attention, keyed=True, localize=local_attention, kernel=Kernel.ATTENTION,

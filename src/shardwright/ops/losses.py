@@ -35,10 +35,10 @@ def cross_entropy(call: OpCall) -> Rule | None:
     logits, target = call.inputs[0], call.inputs[1]
     reduction = call.op.argument("reduction", MEAN)
     probabilities = target.floating
-    if len(logits.shape) == 1 and len(call.inputs) > 2:
-        return None  # a single row with weights by class
+    if len(logits.shape) == 1 and (probabilities or len(call.inputs) > 2):
+        return None  # a single row with probabilities of classes, or weights of them
     if len(logits.shape) == 1:
-        return parse(f"c=classes, {'' if not probabilities else 'c=classes'} -> ")
+        return parse("c=classes,  -> ")
     samples = letters(len(logits.shape) - 1, "n")
     mark = {NONE: "", MEAN: "=samples+", SUM: "+"}[reduction]
     first, rest = samples[0] + mark, [row + mark for row in samples[1:]]

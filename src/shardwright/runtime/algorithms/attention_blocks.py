@@ -25,7 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_kernels import CHUNK, BlockKernel, finite
+from shardwright.ops.attention import CHUNK
+
+from .attention_kernels import BlockKernel, finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 128
-"""Queries that share one small mask."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockKernel:
