@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright import ops
 from shardwright.runtime.algorithms import attention_blocks
 from shardwright.runtime.algorithms.attention_blocks import (
     Places,
@@ -178,6 +179,10 @@ def test_what_is_computed_of_a_window_grows_with_the_window() -> None:
     pairs = sum(len(tile.rows) * len(tile.keys) for tile in tiles)
     assert pairs <= 4096 * 512
     assert max(len(tile.rows) * len(tile.keys) for tile in tiles if tile.masked) <= 256 * 511
+
+
+def test_the_memory_model_knows_how_many_queries_share_a_mask() -> None:
+    assert attention_blocks.CHUNK == ops.attention.CHUNK
 
 
 def test_striped_shards_are_causal_without_a_mask() -> None:

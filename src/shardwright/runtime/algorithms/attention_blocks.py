@@ -25,9 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.ops.attention import CHUNK
-
-from .attention_kernels import BlockKernel, finite
+from .attention_kernels import CHUNK, BlockKernel, finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+CHUNK = 128
+"""Queries that share one small mask (also in `ops/attention.py`, for the memory that it takes)."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockKernel:
