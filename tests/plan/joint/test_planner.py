@@ -104,7 +104,7 @@ def test_a_model_that_fits_on_good_links_gets_no_pipeline():
 
 def test_slow_links_between_nodes_make_pipelines_win():
     cluster = slow_network(find("2x4xA100-80GB"), 1e9)
-    result = find_joint(language(width=4096, layers=4), cluster, MIXED, SearchOptions())
+    result = find_joint(language(width=4096, layers=4, batch=128), cluster, MIXED, SearchOptions())
     assert result.pipeline is not None
     assert result.flat.best.time > result.pipeline.trial.seconds
     pp_ranks = result.pipeline.trial.pp_ranks
@@ -128,7 +128,7 @@ def test_short_memory_is_met_by_recomputing_or_more_stages():
 
 
 def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
-    analysis, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
+    analysis, cluster = language(width=4096, layers=4, batch=128), slow_network(find("2x4xA100-80GB"), 1e9)
     result = find_joint(analysis, cluster, MIXED, SearchOptions())
     plan = result.plan
     names = [name for stage in plan.stages for name in stage.choices]
