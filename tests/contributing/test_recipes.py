@@ -43,7 +43,7 @@ def test_a_recipe_works(title, tmp_path):
 def test_an_algorithm_that_is_never_called_is_refused(tmp_path):
     root, recipe = scratch_copy(tmp_path), RECIPES["Add an algorithm that splits an op along a dim"]
     for edit in recipe.edits:
-        replace(edit, text=edit.text.replace("localize=local_logsumexp, ", "")).apply(root)
+        replace(edit, text=edit.text.replace("localize=local_vector_norm, ", "")).apply(root)
 
     result = run(f"{recipe.commands[0]} -x", root)
 
