@@ -123,7 +123,7 @@ def test_a_plan_for_another_graph(tmp_path, as_file):
 
 def test_a_plan_file_that_is_none(tmp_path):
     (tmp_path / "plan.json").write_text('{"version": 1, "mesh": {"dp": 0}, "colour": "red"}')
-    words = ("'colour' is unknown", "'policy' is missing", "axis 'dp' has size 0")
+    words = ("colour is unknown", "policy is missing", "mesh.dp should be a whole number from 1")
     refused(PlanError, 2, tmp_path / "plan.json", tmp_path, *words)
 
 

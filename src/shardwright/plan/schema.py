@@ -98,7 +98,7 @@ _PIPELINE = record(
     others=True,
 )  # fmt: skip
 _TIMES = {
-    "for": _FOR, "seconds": number(low=1e-12), "compute": _seconds, "blocking": _seconds, "exposed": _seconds,
+    "for": _FOR, "seconds": _seconds, "compute": _seconds, "blocking": _seconds, "exposed": _seconds,
     "update": _seconds, "stored": mapping(_bytes), "memory": _MEMORY, "limit": number(low=1),
     "at": record({"phase": text(), "op": text()}, others=True),
 }  # fmt: skip
@@ -136,7 +136,8 @@ def upgraded(data: Any) -> Any:
     """A plan file of version 1 as one of this version; anything else as it is."""
     if not isinstance(data, dict) or type(data.get("version")) is not int or data["version"] != 1:
         return data
-    return {**data, "version": VERSION, "predicted": _renamed(data.get("predicted"))}
+    predicted = {"predicted": _renamed(data["predicted"])} if "predicted" in data else {}
+    return {**data, "version": VERSION, **predicted}
 
 
 def _renamed(item: Any) -> Any:
