@@ -154,3 +154,29 @@ def test_evaluation_with_another_length_keeps_the_plan():
 
     for expected, losses in run_threads(2, work):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+def _passed(mode, rank, ranks, x):
+    """What a rank passes of the global batch; with 4 ranks, two of them share a replica."""
+    if mode == "per_rank":
+        return x.chunk(ranks)[rank]
+    return x.chunk(2)[rank // 2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "mode"),
+    [("cp=2", 2, "per_rank"), ("cp=2,dp=2", 4, "per_replica"), ("ulysses=2,dp=2", 4, "per_rank")],
+)
+def test_ranks_that_pass_their_own_samples(plan, ranks, mode):
+    def work(rank):
+        torch.manual_seed(0)
+        model, batch = gpt()
+        expected = model.double()(*batch).item()
+        own = tuple(_passed(mode, rank, ranks, x) for x in batch)
+        compiled, _ = sw.parallelize(
+            model, torch.optim.SGD(model.parameters()), example=own, plan=plan, inputs=mode
+        )
+        return expected, compiled(*own).item()
+
+    for expected, loss in run_threads(ranks, work):
+        assert loss == pytest.approx(expected, rel=1e-12)
