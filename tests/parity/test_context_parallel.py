@@ -3,6 +3,7 @@
 Every model under every algorithm, ranks as threads; `test_gloo.py` has some of it on processes.
 """
 
+import copy
 import functools
 import math
 import re
@@ -144,15 +145,17 @@ def test_a_ring_over_nodes_is_noted_and_priced():
 
 
 def test_evaluation_with_another_length_keeps_the_plan():
+    torch.manual_seed(0)
+    original, (x, y) = gpt()
+    expected = [original(x[:, :n], y[:, :n]).item() for n in (12, 7, 1)]
+
     def work(rank):
-        torch.manual_seed(0)
-        model, (x, y) = gpt()
-        expected = [Transformer.forward(model, x[:, :n], y[:, :n]).item() for n in (12, 7, 1)]
+        model = copy.deepcopy(original)
         compiled, _ = sw.parallelize(model, torch.optim.SGD(model.parameters()), example=(x, y), plan="cp=2")
         with torch.no_grad():
-            return expected, [compiled(x[:, :n], y[:, :n]).item() for n in (12, 7, 1)]
+            return [compiled(x[:, :n], y[:, :n]).item() for n in (12, 7, 1)]
 
-    for expected, losses in run_threads(2, work):
+    for losses in run_threads(2, work):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
@@ -168,15 +171,16 @@ def _passed(mode, rank, ranks, x):
     [("cp=2", 2, "per_rank"), ("cp=2,dp=2", 4, "per_replica"), ("ulysses=2,dp=2", 4, "per_rank")],
 )
 def test_ranks_that_pass_their_own_samples(plan, ranks, mode):
-    def work(rank):
-        torch.manual_seed(0)
-        model, batch = gpt()
-        expected = model.double()(*batch).item()
-        own = tuple(_passed(mode, rank, ranks, x) for x in batch)
-        compiled, _ = sw.parallelize(
-            model, torch.optim.SGD(model.parameters()), example=own, plan=plan, inputs=mode
-        )
-        return expected, compiled(*own).item()
+    torch.manual_seed(0)
+    original, batch = gpt()
+    expected = original.double()(*batch).item()
 
-    for expected, loss in run_threads(ranks, work):
+    def work(rank):
+        model = copy.deepcopy(original)
+        own = tuple(_passed(mode, rank, ranks, x) for x in batch)
+        optimizer = torch.optim.SGD(model.parameters())
+        compiled, _ = sw.parallelize(model, optimizer, example=own, plan=plan, inputs=mode)
+        return compiled(*own).item()
+
+    for loss in run_threads(ranks, work):
         assert loss == pytest.approx(expected, rel=1e-12)
