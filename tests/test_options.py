@@ -125,8 +125,8 @@ def test_options_that_make_no_sense_are_refused(make, words):
             "PipelineOptions(backward=...) is not for sw.plan",
         ),
         (
-            lambda: FUNCTIONS["sw.verify"](compile={"outputs": "scalars"}),
-            "CompileOptions(outputs=...) is not for sw.verify",
+            lambda: FUNCTIONS["sw.verify"](compile={"unbatched": ["mask"]}),
+            "CompileOptions(unbatched=...) is not for sw.verify",
         ),
         (
             lambda: FUNCTIONS["sw.rehearse"](compile={"parts": ["x"]}),

@@ -113,7 +113,7 @@ class Difference:
             format_value = format_bytes if total.bytes else format_time
             change = total.b - total.a
             sign = "+" if change > 0 else "-" if change < 0 else ""
-            part = f"{100 * change / total.a:+.1f} %" if total.a and change else ""
+            part = f"{100 * change / total.a:+.1f} %" if total.a and format_value(total.a) != "0" and change else ""
             table.add_row(
                 total.what, format_value(total.a), format_value(total.b), f"{sign}{format_value(abs(change))}", part
             )
