@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..layout import MB, REPLICATE, Mesh
 from ..lower import LoweredProgram
+from ..ops.contexts import GROUP_ARGUMENTS
 from .body import BodyWriter
 from .branches import branch_method
 from .calls import function_name, is_user_function
@@ -139,7 +140,7 @@ class FileWriter:
         groups: set[tuple[str, ...]] = {(axis.name,) for axis in self.program.mesh.axes}
         groups |= {early.axes for early in self.program.early if early.axes}
         for op in self.program.ops:
-            for key in ("axes", "samples", "classes"):
+            for key in GROUP_ARGUMENTS:
                 axes = op.argument(key)
                 if isinstance(axes, tuple) and axes:
                     groups.add(axes)

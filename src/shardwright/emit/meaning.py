@@ -11,14 +11,12 @@ from ..ir import Dtype, Op, Slot
 from ..layout import MB, Block, Shard, chunk_bounds
 from ..lower import LoweredProgram, Size
 from ..ops import op_kind
+from ..ops.contexts import GROUP_ARGUMENTS
 from ..ops.norms import batch_norm_faults
 from ..ops.reading import UnreadableLineError, dotted, keywords
 from .parse import parse_line, spec_of_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-GROUPS = ("axes", "samples", "classes", "expert_axes", "ring")
-"""Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
-
 EVEN_BY_DEFAULT = (
     "comm.",
     "runtime.all_gather_linears",
@@ -214,9 +212,10 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
             if not _may_be_left_out(op, name, value, defaults, scope):
                 yield f"{name}={value!r} is not in it"
         elif not _says(scope, op, name, written, value):
-            group = name not in GROUPS and isinstance(value, tuple) and ast.unparse(written).startswith("self.")
-            hint = f"; an argument of axes is called {', '.join(GROUPS[:-1])} or {GROUPS[-1]}" if group else ""
-            yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op{hint}"
+            text, known = ast.unparse(written), GROUP_ARGUMENTS
+            group = name not in known and isinstance(value, tuple) and text.startswith("self.")
+            hint = f"; an argument of axes is called {', '.join(known[:-1])} or {known[-1]}" if group else ""
+            yield f"{name} is {text} in it, and {value!r} in the op{hint}"
     for name, written in read.items():
         if not (_is_constant(written, None) or (name in defaults and _says(scope, op, name, written, defaults[name]))):
             yield f"{name}={ast.unparse(written)} is in it, and not in the op"
@@ -255,7 +254,7 @@ def expected(op: Op, scope: Scope) -> dict[str, Any]:
 
 def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
     aten = op.target.startswith(("aten.", "weights."))
-    if name in GROUPS and isinstance(value, tuple) and not aten:
+    if name in GROUP_ARGUMENTS and isinstance(value, tuple) and not aten:
         return scope.group(node) == value if value else _is_constant(node, None)
     if name == spec_of_line(op).state:
         return isinstance(node, ast.Name) and node.id == value and value in scope.file.imported

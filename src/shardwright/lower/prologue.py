@@ -14,6 +14,7 @@ from typing import cast
 from ..errors import LoweringError, raise_all
 from ..ir import Op, Value
 from ..layout import MB, Reduction, replicated
+from ..ops.contexts import GROUP_ARGUMENTS
 from ..ops.losses import COUNTED
 from ..reshard import COLLECTIVES
 from .label_counts import count_op, from_inputs, with_label_count
@@ -116,7 +117,7 @@ def check_time(program: LoweredProgram) -> LoweredProgram:
 
 def _needing(program: LoweredProgram) -> Iterator[str]:
     for op in program.body:
-        over = [op.argument(key) for key in ("axes", "samples", "classes", "expert_axes")]
+        over = [op.argument(key) for key in GROUP_ARGUMENTS]
         if not any(MB in axes for axes in over if isinstance(axes, tuple)):
             continue
         kind = op.target.removeprefix("comm.")

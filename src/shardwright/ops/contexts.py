@@ -96,6 +96,10 @@ class AlgorithmCollective(NamedTuple):
 # -- lowering
 
 
+GROUP_ARGUMENTS = ("axes", "samples", "classes", "expert_axes", "ring")
+"""The arguments of ops of the runtime that hold the axes of a process group."""
+
+
 class ProgramOnRank(Protocol):
     """A program that is being lowered."""
 

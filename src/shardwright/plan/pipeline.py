@@ -125,6 +125,10 @@ def split_in_time(builder: PlanBuilder, axis: Axis) -> None:
     What depends on inputs alone and is read replicated is computed replicated; every rank has the inputs.
     """
     dp(builder, axis)
+    for op in builder.ops:  # where the batch dim is a sequence, attention needs all of it
+        role = builder.role_on(op, axis)
+        if role is not None and any(builder.signature(op).is_split_by(name, role) for name in ("ring", "queries")):
+            del builder.choices[op.name][axis.name]
     graph, analysis = builder.graph, builder.analysis
     known = {item.value for item in graph.inputs} | {item.value for item in graph.buffers} | analysis.constants
     early = []

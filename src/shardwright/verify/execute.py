@@ -25,7 +25,7 @@ from ..layout import Layout, local_region
 from ..lower import LoweredProgram, Size
 from ..lower.program import graph_value
 from ..ops import spec_of
-from ..ops.contexts import RuntimeArguments
+from ..ops.contexts import GROUP_ARGUMENTS, RuntimeArguments
 from ..ops.user_calls import OPAQUE
 from ..rules import is_random
 from ..runtime import Group, Groups
@@ -89,7 +89,7 @@ class ProgramInterpreter:
         wanted = {
             axes
             for op in program.ops
-            for key in ("axes", "samples", "classes")
+            for key in GROUP_ARGUMENTS
             if isinstance(axes := op.argument(key), tuple) and axes
         }
         self.groups = Groups(program.mesh, sorted(wanted))

@@ -196,6 +196,8 @@ def _blocks(key: Tensor, value: Tensor, call: AttentionCall) -> Iterator[_KeyBlo
     if call.ring is None:
         yield _KeyBlock(0, key, value, call.keys[0])
         return
+    if call.ring.process_group is None and call.ring.size > 1:
+        raise LayoutError(f"keys can't travel over {' '.join(call.ring.axes)}, which is no axis of ranks")
     packed = _packed(key, value, call.largest)
     steps = _steps(call)
     arriving: Callable[[], Tensor] = lambda: packed  # noqa: E731
