@@ -174,3 +174,21 @@ def test_results_are_finite_where_a_block_is_not_seen():
         return math.isfinite(out.sum().item()) and bool(torch.isfinite(x.grad).all())
 
     assert all(run_threads(3, work))
+
+
+@pytest.mark.parametrize(("before", "after"), [(11, -7), (7, -6), (3, 0), (None, -9)])
+def test_a_window_that_no_rank_sees_among_its_own_keys(before, after):
+    """Keys far behind their queries: the first step of the ring has nothing to see, the others do."""
+    q, k, v = torch.randn(3, 1, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(16)
+    seen = places <= places[:, None] + after
+    if before is not None:
+        seen &= places >= places[:, None] - before
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    def work(rank: int) -> float:
+        own = [x.chunk(4, -2)[rank].contiguous() for x in (q, k, v)]
+        out = context_attention(*own, before=before, after=after, ring=ring(rank, 4))
+        return (out - expected.chunk(4, -2)[rank]).abs().max().item()
+
+    assert max(run_threads(4, work)) < EXACT

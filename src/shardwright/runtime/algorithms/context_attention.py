@@ -175,11 +175,12 @@ class _KeyBlock(NamedTuple):
 
 
 def _steps(call: AttentionCall) -> list[int]:
-    """The steps at which some rank sees something; all ranks find the same, as they must."""
+    """The steps at which some rank sees something, and the first, which needs no message; the same on all ranks."""
     visible, ranks = call.visible, range(len(call.keys))
     if not call.aligned or visible.dense is not None or visible.prefix:
         return list(ranks)
-    return [step for step in ranks if any(_in_reach(call.keys[r], call.keys[r - step], visible) for r in ranks)]
+    reached = [any(_in_reach(call.keys[r], call.keys[r - step], visible) for r in ranks) for step in ranks]
+    return [step for step in ranks if step == 0 or reached[step]]
 
 
 def _in_reach(queries: Places, keys: Places, visible: Visibility) -> bool:
