@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,7 +23,8 @@ from ..ir import Graph
 from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.folding import fold, star
-from ..plan.lowering import lower
+from ..plan.joint import price_plan
+from ..plan.lowering import lower, lower_pipeline
 from ..probe import probing
 from ..rules import analyse
 from ..storage import Storage
@@ -38,10 +39,10 @@ ROLES = {"fan": "replicated, gradient a pending sum", "whole": "replicated"}
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan, and its program if a graph was passed. Prints as one screen, or with all tables."""
+    """A plan, and its programs, one for each stage, if a graph was passed. Prints as one screen, or with all tables."""
 
     plan: Plan
-    program: LoweredProgram | None = None
+    programs: tuple[LoweredProgram, ...] = ()
     entry: str = "train"
     full: bool = False
 
@@ -55,11 +56,15 @@ class Explanation:
         return Group(*parts, *notes_of(self.plan, None if self.full else MOST_NOTES))
 
     def _tables(self) -> Iterator[Any]:
-        yield self._splits()
-        if self.program is not None:
-            yield from (_parameter_table(self.program), *_memory(self.program), _sent(self.program))
-        elif self.plan.storage:
-            yield self._storage()
+        if not self.programs:
+            yield self._splits(None)
+            yield from (self._storage(),) if self.plan.storage else ()
+        for number, program in enumerate(self.programs):
+            if len(self.programs) > 1:
+                stage = self.plan.entries[self.entry][number]
+                numbers = "; numbers of a microbatch" if self.plan.microbatches > 1 else ""
+                yield Text(f"stage {number} of {len(self.programs)}, mesh {stage.mesh}{numbers}", style="bold")
+            yield from (self._splits(program), _parameter_table(program), *_memory(program), _sent(program))
 
     def __str__(self) -> str:
         return render(self)
@@ -71,7 +76,8 @@ class Explanation:
         devices = f"{plan.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
         yield Text(f"{_laid_out(plan)}: {devices}" + (f"; {priced_for(predicted)}" if predicted else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
-        parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+        kind = "microbatches" if len(plan.stages) > 1 else "microbatches (gradient accumulation)"
+        parts = f"; {plan.microbatches} {kind}" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
         for entry, stages in plan.entries.items():
             paths = ", ".join(path for stage in stages for path in in_ranges(stage.folded_recompute()))
@@ -81,13 +87,13 @@ class Explanation:
             if losses:
                 yield Text(f"chunks of logits ({entry}): {', '.join(losses)}")
 
-    def _splits(self) -> Table:
+    def _splits(self, program: LoweredProgram | None) -> Table:
         """Without a program the labels of the ops' rules; with one, the layouts of their outputs."""
-        axes = self.plan.mesh.names
-        heads = axes if self.program is None else ("output layout",)
+        axes = tuple(dict.fromkeys(name for stage in self.plan.entries[self.entry] for name in stage.mesh.names))
+        heads = axes if program is None else ("output layout",)
         table = Table("op", "in", "count", *heads, title=f"how ops are split ({self.entry})", title_justify="left")
         rows: dict[tuple[str, ...], list[str]] = {}
-        for name, cells in self._roles(axes) if self.program is None else _layouts(self.program):
+        for name, cells in self._roles(axes) if program is None else _layouts(program):
             kind = name.rsplit("/ ", 1)[-1].split(".")[0]
             rows.setdefault((kind, *cells), []).append(name)
         for (kind, *shown), names in rows.items():
@@ -108,8 +114,8 @@ class Explanation:
 
 @overload
 def explain(
-    plan: Plan, graph: Graph | None = None, *, op: None = None, cluster: None = None, training: None = None,
-    full: bool = False,
+    plan: Plan, graph: Graph | None = None, *, op: None = None, cluster: Cluster | str | Path | None = None,
+    training: TrainingSetup | None = None, full: bool = False,
 ) -> Explanation: ...  # fmt: skip
 
 
@@ -136,24 +142,35 @@ def explain(
 
     op          with the graph: why this op ("model.layers.0.mlp.up_proj / linear", or with a star for all layers) is
                 split as it is, and what each alternative would cost
-    cluster     for `op`: what to price on; default: the cluster of the plan
-    training    for `op`: optimizer and precision; default: those of the plan
+    cluster     with the graph: what to price on; default: the cluster of the plan, with the prices of its file
+    training    with the graph: optimizer and precision; default: those of the plan
     """
     entry = graph.entry if graph is not None else next(iter(plan.entries))
     if graph is None:
         if op is not None:
             raise InputError("explaining an op needs the graph of the model: explain(plan, graph, op=...)")
+        if cluster is not None or training is not None:
+            raise InputError("pricing a plan anew needs the graph of the model: explain(plan, graph, cluster=...)")
         return Explanation(plan=plan, entry=entry, full=full)
     plan, graph = spelled_out(plan, graph)
     analysis = analyse(graph, probing())
     if op is not None:
         return why(plan, analysis, op, made_for(plan, entry, cluster, training))
-    return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True)
+    if cluster is not None or training is not None:
+        conditions = made_for(plan, entry, cluster, training)
+        priced = price_plan(
+            analysis, conditions.cluster, conditions.training, plan, replica_axes=conditions.replica_axes,
+            limit=conditions.limit,
+        )  # fmt: skip
+        plan = replace(plan, cluster=str(conditions.cluster), predicted={**plan.predicted, entry: priced.as_json()})
+    staged = plan.is_pipeline
+    programs = lower_pipeline(graph, plan, analysis).programs if staged else (lower(graph, plan, analysis),)
+    return Explanation(plan=plan, programs=programs, entry=entry, full=True)
 
 
 def _laid_out(plan: Plan) -> str:
     """The mesh, or the stages of a pipeline and their meshes."""
-    if not plan.is_pipeline:
+    if len(plan.stages) == 1:
         return f"mesh {plan.mesh}"
     pp_ranks = len({stage.mesh.devices for stage in plan.stages})
     meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
