@@ -153,7 +153,7 @@ except ValueError as error:
 print("fine", flush=True)
 
 def stay():
-    print("rank", os.getpid(), flush=True)
+    os.write(1, f"rank {os.getpid()}\\n".encode())
     time.sleep(600)
 
 sw.launch(stay, ranks=2)
