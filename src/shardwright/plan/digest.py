@@ -127,7 +127,7 @@ def stored_bytes(
 
 def _storage_text(layout: Layout, storage: Storage) -> str:
     """How a parameter lies on ranks: "sharded over tp, ZeRO-3 over dp"."""
-    axes = [shard.axis for shards in layout.shards for shard in shards]
+    axes = sorted(shard.axis for shards in layout.shards for shard in shards)
     parts = [f"sharded over {', '.join(axes)}"] if axes else []
     parts += [f"{storage.title} over {', '.join(storage.axes)}"] if storage.axes else []
     return ", ".join(parts) or "replicated"

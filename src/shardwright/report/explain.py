@@ -20,6 +20,7 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
+from ..layout import MB, Layout, make_layout
 from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.folding import fold, star
@@ -181,7 +182,13 @@ def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
     for op in program.graph.ops:
         if not program.analysis.is_constant(op):
             layout = program.layouts.get(op.outputs[0])
-            yield op.name, ("-" if layout is None else str(layout),)
+            yield op.name, ("-" if layout is None else str(_on_devices(layout)),)
+
+
+def _on_devices(layout: Layout) -> Layout:
+    """A layout without what it says of microbatches."""
+    shards = [tuple(shard for shard in shards if shard.axis != MB) for shards in layout.shards]
+    return make_layout(shards, {axis: placement for axis, placement in layout.rest if axis != MB})
 
 
 def _role(choice: str | None) -> str:
@@ -207,7 +214,7 @@ def _parameter_table(program: LoweredProgram) -> Table:
     first = dict.fromkeys(program.mesh.names, 0)
     for spec in program.parameters:
         local = spec.layout.local_shape(spec.shape, program.mesh.sizes, first)
-        sums = ", ".join(spec.sums) if spec.trainable else "frozen"
+        sums = ", ".join(axis for axis in spec.sums if axis != MB) if spec.trainable else "frozen"
         cuts = str(spec.layout).split(" (")[0]
         key = (_shape(spec.shape), _shape(local), cuts, sums or "-", _sharded(spec.storage) or "-")
         rows.setdefault((star(spec.name), *key), []).append(spec.name)

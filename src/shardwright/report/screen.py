@@ -19,9 +19,9 @@ from .communication import format_bytes
 from .pipeline import pipeline_devices, pipeline_screen
 from .text import format_time, indented, parts_of_time, percent, table_of
 
-MOST_SENT = 6  # rows of the table of collectives
+MOST_SENT = 5  # rows of the table of collectives
 MOST_MESHES = 4
-MOST_NOTES = 5
+MOST_NOTES = 6
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
 
 Predicted = Mapping[str, Any]
@@ -84,7 +84,8 @@ def _mesh(predicted: Predicted) -> Iterator[RenderableType]:
 def _stored(predicted: Predicted) -> Iterator[RenderableType]:
     total = sum(predicted["stored"].values())
     if total:
-        shares = [f"{how} {percent(size / total)}" for how, size in predicted["stored"].items()]
+        every = predicted["stored"].items()
+        shares = [f"{how} {percent(size / total)}" for how, size in every if size >= 0.0005 * total]
         yield indented(f"parameters ({format_bytes(total)}): {'; '.join(shares)}")
 
 
