@@ -27,20 +27,26 @@ def is_available() -> bool:
     return kind() != "cpu"
 
 
-def device_of(local_rank: int) -> torch.device:
-    """The device of a rank of this machine.
+def count_of(device_type: str) -> int | None:
+    """How many devices of a type this machine has; None where ranks can share one."""
+    return None if device_type == "cpu" else torch.get_device_module(device_type).device_count()
+
+
+def device_of(local_rank: int, device_type: str | None = None) -> torch.device:
+    """The device of a rank of this machine: an accelerator if there is one, unless a type is passed.
 
     Schedulers that show each process only its own device number it 0 in all of them.
     """
-    if not is_available():
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
+    own = device_type or kind()
+    count = count_of(own)
+    if count is None:
+        return torch.device(own)
     if local_rank >= count > 1:
         raise RankError(
-            f"rank {local_rank} of this machine has no device: there are {count} of type {kind()}; start at most one "
+            f"rank {local_rank} of this machine has no device: there are {count} of type {own}; start at most one "
             f"rank for each (torchrun --nproc-per-node {count}), or show more of them to this process"
         )
-    return torch.device(kind(), local_rank if local_rank < count else 0)
+    return torch.device(own, local_rank if local_rank < count else 0)
 
 
 def select(device: torch.device) -> None:
