@@ -207,8 +207,9 @@ def training_of(
         name = name if name in STATES else "adamw"
     exact = precision or Precision()
     return TrainingSetup(
-        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, precision_name=name_of(exact)
-    )
+        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, matmul=exact.matmul,
+        precision_name=name_of(exact),
+    )  # fmt: skip
 
 
 def only_scalars(graph: Graph) -> Graph:

@@ -61,6 +61,11 @@ class PlanPrice:
         return self.time_of(self.used, self.overlap, self.training)
 
     @property
+    def peak_memory(self) -> float:
+        """Bytes of a device at the worst moment."""
+        return self.memory.peak
+
+    @property
     def compute(self) -> float:
         both = self.used[Resource.COMPUTE_FORWARD] + self.used[Resource.COMPUTE_BACKWARD]
         return float(both) * self.training.accumulate
@@ -172,6 +177,7 @@ def made_for(
         "compute": training.compute,
         "reduce": training.reduce,
         "masters": training.masters,
+        "matmul": training.matmul,
         "precision": training.precision_name,
         "accumulate": training.accumulate,
         "replica_axes": list(replica_axes),

@@ -14,7 +14,6 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..ir import Graph
 from ..ir.paths import layer_of
-from ..memory import MemoryPeak
 from ..plan import Plan
 from ..plan.folding import star
 from ..plan.joint import price_plan
@@ -176,9 +175,7 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
         prediction = price_plan(
             analysis, conditions.cluster, conditions.training, plan, replica_axes=conditions.replica_axes
         )
-        memory = prediction.memory
-        peaks = [memory] if isinstance(memory, MemoryPeak) else memory
-        return prediction.seconds, max(peak.peak for peak in peaks)
+        return prediction.seconds, prediction.peak_memory
 
     base, stages = priced(a), a.entries[entry]
 

@@ -60,6 +60,11 @@ class PipelinePrice:
         return self.accumulate * self.run + self.once
 
     @property
+    def peak_memory(self) -> float:
+        """Bytes of the device that needs most, at its worst moment."""
+        return max(peak.peak for peak in self.memory)
+
+    @property
     def pp_ranks(self) -> int:
         return len(self.memory)
 

@@ -60,4 +60,4 @@ def _price(query: WhatIfQuery, choice: Choice) -> tuple[float, float]:
         )
     except (PlanError, LayoutError, LoweringError):  # it would communicate between microbatches
         return math.inf, math.inf
-    return priced.seconds, max(peak.peak for peak in priced.memory)
+    return priced.seconds, priced.peak_memory
