@@ -13,8 +13,9 @@ from shardwright.calibrate.machine import RankPlace, cache_path, describe, per_n
 from shardwright.cluster import dump, parse
 from shardwright.errors import DriftError
 from shardwright.planning import cluster_here
+from shardwright.runtime.launch import run_processes
 from shardwright.runtime.world import World, here
-from shardwright.verify.ranks import run_processes, run_threads
+from shardwright.verify.ranks import run_threads
 
 TINY = Effort(each=0.001, longest=0.002, largest=2**14, factor=16, dtypes=(torch.float32,))
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ..cluster import Cluster
 from ..runtime.collectives import objects
+from ..runtime.launch import run_processes
 from ..runtime.world import World, start
-from ..verify.ranks import run_processes
 from .collectives import count_per_node
 from .machine import measured_cluster
 from .measuring import measure
