@@ -26,6 +26,7 @@ from .plan.search_options import SearchOptions
 from .precision import Precision, name_of
 from .rules import Analysis
 from .rules.replica_axes import is_replica, replica_axes
+from .runtime import accelerator
 from .runtime.world import World, ranks_per_node
 
 
@@ -142,7 +143,7 @@ def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanReq
 
 def cluster_of(size: int) -> Cluster:
     """So many processes on this machine, as far as the catalogue knows it."""
-    return _cpus(size, size) if not torch.cuda.is_available() else _gpus(size, size)
+    return _accelerators(size, size) if accelerator.is_available() else _cpus(size, size)
 
 
 def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
@@ -160,13 +161,13 @@ def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
 
 def cluster_here(world: World) -> Cluster:
     """The cluster that the running processes are on: its device by name, the usual links, nodes as torchrun says."""
-    make = _gpus if world.device.type == "cuda" else _cpus
+    make = _cpus if world.device.type == "cpu" else _accelerators
     return make(world.size, ranks_per_node(world.size))
 
 
 def in_catalogue(world: World) -> bool:
     """Whether the catalogue knows the device of this rank: a GPU by its name; of a CPU it has only a guess."""
-    return world.device.type == "cuda" and _gpu() is not None
+    return world.device.type != "cpu" and _known(world.device) is not None
 
 
 def _cpus(size: int, local: int) -> Cluster:
@@ -174,18 +175,19 @@ def _cpus(size: int, local: int) -> Cluster:
     return find(alone if local == size else f"{size // local}x{local}xcpu")
 
 
-def _gpus(size: int, local: int) -> Cluster:
-    known = _gpu()
+def _accelerators(size: int, local: int) -> Cluster:
+    own = accelerator.device_of(0)
+    known = _known(own)
     if known is None:
         raise PlanError(
-            f"{torch.cuda.get_device_name()} is not in the catalogue, so that the search does not know how fast it is; "
+            f"{accelerator.name_of(own)} is not in the catalogue, so that the search does not know how fast it is; "
             "run shardwright calibrate -o cluster.yaml and pass cluster='cluster.yaml', or name a plan"
         )
     return find(f"{size // local}x{local}x{known.name}")
 
 
-def _gpu() -> Device | None:
-    return matching(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+def _known(own: torch.device) -> Device | None:
+    return matching(accelerator.name_of(own), accelerator.memory_of(own))
 
 
 def training_of(

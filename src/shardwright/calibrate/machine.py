@@ -30,6 +30,7 @@ import torch.distributed as dist
 from ..cluster import Cluster, dump, loads
 from ..errors import ClusterError, InputError
 from ..formats import OwnFolders
+from ..runtime import accelerator
 from ..runtime.collectives import objects
 from ..runtime.collectives.processes import machine_name
 from ..runtime.world import World, cache_folder, shares_memory
@@ -57,7 +58,7 @@ class RankPlace:
     node: str  # differs between machines, also between two that are alike
     processor: str
     cores: int  # that this process may use
-    memory: int  # GiB of the machine
+    memory: int  # GiB of the machine, or of its accelerator
     threads: int  # of torch
 
 
@@ -90,12 +91,11 @@ def measured_cluster(world: World, effort: Effort = BRIEF) -> Cluster | None:
 
 def rank_place(world: World) -> RankPlace:
     """Of this rank."""
-    cuda = world.device.type == "cuda"
     return RankPlace(
         node=machine_name(),
-        processor=torch.cuda.get_device_name(world.device) if cuda else processor_name(),
+        processor=processor_name() if world.device.type == "cpu" else accelerator.name_of(world.device),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        memory=round(accelerator.memory_of(world.device) / 2**30),
         threads=torch.get_num_threads(),
     )
 

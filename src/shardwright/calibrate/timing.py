@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from ..runtime import accelerator
+
 BATCHES = 15  # short ones: on a busy machine a long one is sure to be interrupted
 
 
@@ -36,21 +38,17 @@ def once(run: Callable[[], object], device: torch.device, count: int = 1, alone:
     `alone`: the calls wait for no other rank. Then a thread of a CPU takes what the processor spent on it, if that is
     less than what passed: on a quiet machine they are the same, and on a busy one others had the core meanwhile.
     """
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        start.record()
+
+    def repeat() -> None:
         for _ in range(count):
             run()
-        end.record()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) / 1e3 / count
-    processor = alone and torch.get_num_threads() == 1
+
+    if device.type != "cpu":
+        return accelerator.seconds_on(device, repeat) / count
     begin, spent = time.perf_counter(), time.thread_time()
-    for _ in range(count):
-        run()
+    repeat()
     passed, spent = time.perf_counter() - begin, time.thread_time() - spent
-    return (min(passed, spent) if processor else passed) / count
+    return (min(passed, spent) if alone and torch.get_num_threads() == 1 else passed) / count
 
 
 def seconds(
