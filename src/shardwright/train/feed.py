@@ -114,7 +114,7 @@ def check_packing(options: LoaderOptions, reduction: LossReduction, data: Any) -
         raise InputError("loader.packing packs documents, but the data yields batches already: pass the documents")
     if reduction == "mean":
         raise InputError(
-            'loader.packing: sequences have unequally many labels, so a mean by samples is not that over all tokens; '
+            "loader.packing: sequences have unequally many labels, so a mean by samples is not that over all tokens; "
             'set optimization.reduction="token"'
         )
 
