@@ -21,7 +21,7 @@ from ..parameters.outside import as_anybody, as_model
 from .gathered import Closure, Inner
 from .step_hooks import run_post_hooks, run_pre_hooks, without_hooks
 
-_VIEWS = frozenset("view reshape flatten unflatten squeeze unsqueeze ravel view_as_real view_as_complex split".split())
+_VIEWS = frozenset("view reshape flatten unflatten squeeze unsqueeze ravel split".split())
 _COUNTS = frozenset("numel nelement __len__".split())
 
 
