@@ -177,11 +177,11 @@ def explain(
     cluster     for `op`: what to price on; default: the cluster of the plan
     training    for `op`: optimizer and precision; default: those of the plan
     """
-    measured = None
     if not isinstance(plan, Plan):
-        measured, plan = plan.step_times, plan.plan
-        if plan is None:
-            raise InputError("the model is not compiled yet; call it once, or pass example=(...) to parallelize")
+        measured: MeasuredSteps | None = plan.step_times
+        plan = _compiled_plan(plan)
+    else:
+        measured = None
     entry = graph.entry if graph is not None else next(iter(plan.entries))
     if graph is None:
         if op is not None:
@@ -192,6 +192,12 @@ def explain(
     if op is not None:
         return why(plan, analysis, op, made_for(plan, entry, cluster, training))
     return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True, measured=measured)
+
+
+def _compiled_plan(model: TrainedModel) -> Plan:
+    if not isinstance(model.plan, Plan):
+        raise InputError("the model is not compiled yet; call it once, or pass example=(...) to parallelize")
+    return model.plan
 
 
 def _laid_out(plan: Plan) -> str:
