@@ -32,7 +32,7 @@ INSTEAD = {
     r"(?-i:Draft)": "PlanBuilder",
     r"(?-i:Looked)": "MeshResult",
     r"(?-i:Habits)": "BackendTraits",
-    r"(?-i:WHOLE)": "INVARIANT",
+    r"(?-i:(?<!_)WHOLE(?!_))": "INVARIANT",
     r"roll call": "all_gather_objects",
     r"walks? through a step": "memory simulation",
     r"own policy": "custom policy",
