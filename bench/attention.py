@@ -16,7 +16,7 @@ from rich.table import Table
 
 import shardwright as sw
 from shardwright.rules import without_stripes
-from shardwright.verify.ranks import run_processes
+from shardwright.runtime.launch import run_processes
 
 from .memory import Case, measure_case
 from .models import MODELS
