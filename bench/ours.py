@@ -30,7 +30,7 @@ def ours(plan: str) -> Callable[[Workload], Contender]:
 
 def described(plan: Plan) -> str:
     """What a plan does, in a few words."""
-    (first, *_), storage = plan.entries["train"], sorted({str(kind) for kind in plan.storage.values()})
+    (first, *_), storage = plan.entries["train"], sorted({type(kind).__name__ for kind in plan.storage.values()})
     words = [" x ".join(f"{axis.name}={axis.size}" for axis in first.mesh.axes), *storage]
     stages = len(plan.entries["train"])
     words += [f"{stages} stages"] if stages > 1 else []

@@ -33,7 +33,6 @@ def test_a_race_measures_time_and_memory_of_every_contender():
         assert finish.memory is not None
         assert finish.memory > 4 * 3 * 2000  # parameters and AdamW's state, of more than 2,000 elements
     assert "dp=2" in standing.finishes["dp=2"].plan
-    assert standing.finishes["dp=2"].predicted is not None
     assert standing.fastest_peer == "ddp"
 
 
