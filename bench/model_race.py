@@ -146,6 +146,8 @@ def markdown(results: dict[str, Any]) -> str:
     by_reason: dict[tuple[str, str], list[str]] = {}
     for (model, peer), why in reasons.items():
         by_reason.setdefault((peer, why), []).append(model)
+    if results.get("failed"):
+        lines += ["", f"**Failed**, and not in the tables: {', '.join(results['failed'])}."]
     lines += ["", "Left out:", ""]
     lines += [f"- {PEERS[peer]} of {', '.join(models)}: {why}" for (peer, why), models in by_reason.items()]
     return "\n".join(lines) + "\n"

@@ -97,16 +97,23 @@ def model_race(args: argparse.Namespace, console: Console) -> None:
     names = list(MODELS) if args.models == "all" else args.models.split(",")
     ranks, rounds, before = [int(size) for size in args.ranks.split(",")], args.rounds or 8, machine()
     some = tuple(args.contenders.split(";")) if args.contenders else ()
-    standings = []
+    standings, failed = [], {}
     for name in names:
         for size in ranks:
-            standings.append(run_model(MODELS[name], size, rounds, args.steps, some))
+            try:
+                standings.append(run_model(MODELS[name], size, rounds, args.steps, some))
+            except Exception as error:  # the others have still to race
+                failed[f"{name} on {size} ranks"] = str(error).strip()
+                console.print(f"[red]{name} on {size} ranks failed: {last_line(error)}")
+                continue
             console.print(table_of_race(standings[-1]))
-    results = results_of(standings, before, rounds)
+    results = {**results_of(standings, before, rounds), "failed": failed}
     if args.models == "all" and not some:
         RACE.write_text(json.dumps(results, indent=1) + "\n")
         write_page(results)
         console.print(f"written to {RACE.relative_to(Path.cwd())} and docs/benchmarks.md")
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(failed) + len(standings)} races failed")
 
 
 def table_of_race(standing: Standing) -> Table:
