@@ -120,11 +120,11 @@ def test_what_is_no_network_is_refused(name):
 
 
 def test_a_rack_of_72_is_one_node():
-    one, two = parse("72xGB200"), parse("144xGB300")
-    assert (one.nodes, two.nodes) == (1, 2)
-    assert [link.name for link in one.span(range(72)).links] == ["nvlink-5"]
-    assert [link.name for link in two.span(range(144)).links] == ["nvlink-5", "72xinfiniband-800"]
-    assert two.groups[0].node.network.bandwidth == 100e9  # of a device: an adapter of 800 Gb/s each
+    rack, racks = parse("72xGB200"), parse("144xGB300")
+    assert (rack.nodes, racks.nodes) == (1, 2)
+    assert [link.name for link in rack.span(range(72)).links] == ["nvlink-5"]
+    assert [link.name for link in racks.span(range(144)).links] == ["nvlink-5", "72xinfiniband-800"]
+    assert racks.groups[0].node.network.bandwidth == 100e9  # of a device: an adapter of 800 Gb/s each
 
 
 def test_tpus_of_a_slice_are_joined_by_their_own_links():
