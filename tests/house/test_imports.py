@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "checkpoint": "errors formats runtime",
     "ema": "errors runtime",
     "data": "errors runtime",
-    "calibrate": "errors layout cluster runtime verify",
+    "calibrate": "errors layout cluster runtime",
     "register": "errors ir rules ops capture probe runtime verify",
     "report": "errors formats layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": (

@@ -29,7 +29,8 @@ def train(case: str, plan: str, shared: int, directory: str) -> None:
     odd = int(os.environ["RANK"]) == 1
     module = Net(16 if odd and case == "model" else 8)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    options: dict[str, Any] = {"compile": {"directory": f"{directory}/{case}-{plan}-{shared}", "timeout": 8.0 if case == "save" else 60.0}}
+    timeout = 8.0 if case == "save" else 60.0
+    options: dict[str, Any] = {"compile": {"directory": f"{directory}/code", "timeout": timeout}}
     if case == "microbatches":
         options["pipeline"] = {"microbatches": 4 if odd else 2}
     if case == "plan":

@@ -23,8 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ..cluster import Cluster, Node, NodeGroup
 from ..cluster.catalogue import USUAL, inside, usual_network
 from ..runtime.collectives import objects
+from ..runtime.launch import run_processes
 from ..runtime.world import World, start
-from ..verify.ranks import run_processes
 from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_meeting, measure_overlap, meshes
 from .compute import as_device, is_crowded, measure_edge, measure_ops, series_of, slowest
 from .tables import tables

@@ -21,11 +21,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from shardwright.errors import LayoutError, RankError
+from shardwright.errors import InputError, LayoutError, RankError
 from shardwright.layout import Mesh
 
 from .agent import end_with_agent
@@ -51,10 +51,60 @@ def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
         os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(_local_rank())
-        _join(backend_for("cuda" if torch.cuda.is_available() else "cpu"), wait)
+        kind = device_type()
+        _take_device(kind)
+        _join(backend_for(kind), wait)
     return here()
+
+
+def join(store: Store, rank: int, size: int, device: str, timeout: float | None = None) -> None:
+    """Join ranks of this machine that meet at a store, each on its device of a type. For launchers (`launch.py`)."""
+    _take_device(device)
+    wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=wait)
+
+
+def variables_of(rank: int, size: int, host: str, port: int) -> dict[str, str]:
+    """What a launcher on one machine tells a rank, as torchrun does: other libraries read it too."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+
+
+def refuse_inside(caller: str) -> None:
+    """Raise if this process is a rank already: what starts ranks would start them once on every rank."""
+    ours = os.environ | joined_by_srun(os.environ)
+    if dist.is_initialized() or "RANK" in ours:
+        rank, size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized()
+            else (ours["RANK"], ours.get("WORLD_SIZE", "1"))
+        )  # fmt: skip
+        raise InputError(
+            f"{caller} starts ranks by itself, and this process is rank {rank} of {size} already, started by torchrun, "
+            f"srun or {caller}; call the function itself here, or start the script with python"
+        )
+
+
+def device_type() -> str:
+    """The type of devices that ranks of this machine run on: the accelerator's, or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_count(kind: str) -> int | None:
+    """How many devices of a type this machine has; None where ranks can share one."""
+    return None if kind == "cpu" else torch.get_device_module(kind).device_count()
+
+
+def _take_device(kind: str) -> None:
+    if kind != "cpu":
+        torch.get_device_module(kind).set_device(_local_rank())
 
 
 def backend_for(device: str) -> str:
@@ -138,7 +188,8 @@ class Groups:
         if max(mesh.devices) >= world.size:
             raise RankError(
                 f"the mesh {mesh} uses rank {max(mesh.devices)}, and there are {world.size} ranks; "
-                f"start the script with torchrun --nproc-per-node {max(mesh.devices) + 1}"
+                f"start the script with torchrun --nproc-per-node {max(mesh.devices) + 1}, or a function of it with "
+                f"sw.launch(fn, ranks={max(mesh.devices) + 1})"
             )
         self.mesh = mesh
         self._rank = world.rank
