@@ -27,6 +27,7 @@ from .plan.search_options import SearchOptions
 from .precision import Precision, name_of
 from .rules import Analysis
 from .rules.replica_axes import is_replica, replica_axes
+from .runtime import accelerator
 from .runtime.world import World
 
 
@@ -143,7 +144,7 @@ def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanReq
 
 def cluster_of(size: int) -> Cluster:
     """So many processes on this machine, as far as the catalogue knows it."""
-    return find("cpu" if size == 1 else f"cpu:{size}") if not torch.cuda.is_available() else _gpus(size, size)
+    return _accelerators(size, size) if accelerator.is_available() else _cpus(size)
 
 
 def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
@@ -162,16 +163,21 @@ def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
 def cluster_here(world: World) -> Cluster:
     """The cluster that the running processes are on: its device by name, the usual links, nodes as torchrun says."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if world.device.type != "cuda":
-        return cluster_of(world.size)
-    return _gpus(world.size, local if world.size % local == 0 else world.size)
+    if world.device.type == "cpu":
+        return _cpus(world.size)
+    return _accelerators(world.size, local if world.size % local == 0 else world.size)
 
 
-def _gpus(size: int, local: int) -> Cluster:
-    device = matching(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+def _cpus(size: int) -> Cluster:
+    return find("cpu" if size == 1 else f"cpu:{size}")
+
+
+def _accelerators(size: int, local: int) -> Cluster:
+    own = accelerator.device_of(0)
+    device = matching(accelerator.name_of(own), accelerator.memory_of(own))
     if device is None:
         raise PlanError(
-            f"{torch.cuda.get_device_name()} is not in the catalogue, so that the search does not know how fast it is; "
+            f"{accelerator.name_of(own)} is not in the catalogue, so that the search does not know how fast it is; "
             "run shardwright calibrate -o cluster.yaml and pass cluster='cluster.yaml', or name a plan"
         )
     node = Node(

@@ -43,7 +43,7 @@ def calibrate(effort: Effort, ranks: int | None = None, name: str = "measured") 
     ours = not dist.is_initialized()
     world = start()
     try:
-        if world.size > 1 or world.device.type == "cuda":
+        if world.size > 1 or world.device.type != "cpu":
             return replace(measure(effort), name=name), world
         count = ranks or min(os.cpu_count() or 1, 8)
         cluster = measure(effort) if count == 1 else run_processes(count, _rank, effort)[0]

@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from ..runtime import accelerator
+
 BATCHES = 15  # short ones: on a busy machine a long one is sure to be interrupted
 
 
@@ -31,18 +33,15 @@ FULL = Effort(
 
 def once(run: Callable[[], object], device: torch.device, count: int = 1) -> float:
     """Seconds for one of `count` calls in a row."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        start.record()
+
+    def repeat() -> None:
         for _ in range(count):
             run()
-        end.record()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) / 1e3 / count
+
+    if device.type != "cpu":
+        return accelerator.seconds_on(device, repeat) / count
     begin = time.perf_counter()
-    for _ in range(count):
-        run()
+    repeat()
     return (time.perf_counter() - begin) / count
 
 
