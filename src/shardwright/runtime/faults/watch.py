@@ -272,8 +272,7 @@ class Watch(AbstractContextManager[None]):
         lost = self._gone() or (self._silent(beats) if waited > PATIENCE else [])
         if lost:
             return self._lost(lost)
-        desync = self._doubt(waited) if waited > DOUBT else None
-        if desync is not None:
+        if waited > DOUBT and (desync := self._doubt(waited)) is not None:
             return desync
         if waited > max(self._limit - 4 * self._beat, self._limit / 2) and self._hung() is None:
             self._inquire(waited)
