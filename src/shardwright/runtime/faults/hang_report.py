@@ -70,7 +70,7 @@ class Inquiry:
         return self._store.get(DESYNC).decode() if self._store.check([DESYNC]) else None
 
     def doubt(self, mark: Any, frame: FrameType | None, waited: float, patience: float) -> str | None:
-        """A rank that waits at `mark` asks, once, whether all are in the same collective; all are told if not."""
+        """A rank that waits at `mark` asks, once, whether all are in the same collective; reports to all if not."""
         if mark == self._doubted:
             return None
         self._doubted = mark
