@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from shardwright.runtime.faults.watch import GRACE, PATIENCE, Watch
+from shardwright.runtime.faults.watch import DOUBT, GRACE, PATIENCE, Watch
 
 LIMIT, BEAT = 100.0, 1.0
 
@@ -14,7 +14,7 @@ LIMIT, BEAT = 100.0, 1.0
 def watch(**known) -> mock.Mock:
     """A watch whose other parts answer as is said: nobody has failed, gone or gone silent, and no hang is known."""
     actual = mock.Mock(spec=Watch, _limit=LIMIT, _beat=BEAT)
-    answers = {"_reported": None, "_gone": [], "_silent": [], "_hung": None, **known}
+    answers = {"_reported": None, "_gone": [], "_silent": [], "_hung": None, "_doubt": None, **known}
     for name, answer in answers.items():
         getattr(actual, name).return_value = answer
     actual._lost.side_effect = lambda ranks: f"lost {ranks}"
@@ -27,6 +27,8 @@ def watch(**known) -> mock.Mock:
         (GRACE / 2, {"_reported": "rank 1 failed"}, "rank 1 failed"),
         (GRACE / 2, {"_gone": [1]}, None),
         (GRACE + 1, {"_gone": [1]}, "lost [1]"),
+        (DOUBT - 0.5, {"_doubt": "other collectives"}, None),
+        (DOUBT + 1, {"_doubt": "other collectives"}, "other collectives"),
         (PATIENCE - 1, {"_silent": [2]}, None),
         (PATIENCE + 1, {"_silent": [2]}, "lost [2]"),
         (LIMIT, {"_hung": "they wait"}, None),

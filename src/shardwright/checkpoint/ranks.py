@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..errors import CheckpointError, ShardwrightError
+from ..runtime.faults import flight_recorder
 from ..runtime.faults.watch import report_failure
 from ..runtime.world import cpu_group
 
@@ -52,6 +53,7 @@ class CheckpointRanks:
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.first else None
+        flight_recorder.enter_beside("gather", self._group, "what ranks save or load")
         dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
@@ -61,6 +63,7 @@ class CheckpointRanks:
         if self._group is None:
             return values[0]
         received: list[Any] = [None]
+        flight_recorder.enter_beside("scatter", self._group, "what ranks save or load")
         dist.scatter_object_list(received, values if self.first else None, src=0, group=self._group)
         return received[0]  # type: ignore[no-any-return]
 

@@ -42,7 +42,7 @@ from shardwright.errors import InputError, RankError
 
 from . import accelerator, world
 from .agent import end_with
-from .faults.watch import is_secondary_failure
+from .faults.failure import is_secondary_failure
 
 Returns = Literal["first", "all"]
 HOST = "127.0.0.1"

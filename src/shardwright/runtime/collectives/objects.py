@@ -62,7 +62,7 @@ def check_equal(mine: Mapping[str, str], what: str, remedy: str) -> None:
         if len(by_value) > 1:
             differing = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
             faults.append(f"{name}: {differing}")
-    raise_all(DriftError, f"the ranks have different {what}; {remedy}:", faults)
+    raise_all(DriftError, f"the ranks have different {what}{flight_recorder.called_at()}; {remedy}:", faults)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

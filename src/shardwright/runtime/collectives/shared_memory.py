@@ -30,10 +30,12 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import Reduction
+
+from ..faults import flight_recorder
+from ..faults.failure import BrokenGroupError, OutOfStepError
 
 CHUNK = 1 << 20  # bytes that are posted at once, at most
 DEPTH = 4  # chunks of a call that are in the ring at a time
@@ -135,8 +137,9 @@ class SharedMemoryGroup:
             theirs = self._flags[(rank * CALLS + call % CALLS) * (LINE // 8) + _WHAT]
             if theirs != what:
                 self._break(
-                    f"ranks {self.ranks[self.index]} and {name} are out of step: one has posted {what >> 8} bytes "
-                    f"where the other has posted {theirs >> 8}, or they are in different collectives"
+                    f"ranks {self.ranks[self.index]} and {name} are out of step: one has posted {what >> 24} bytes "
+                    f"where the other has posted {theirs >> 24}, or they are in different collectives",
+                    OutOfStepError,
                 )
 
     def raise_flag(self, word: int, call: int, step: int) -> None:
@@ -178,10 +181,10 @@ class SharedMemoryGroup:
         if waited > self.limit:
             self._break(f"rank {self.ranks[rank]} did not enter a collective over shared memory within {waited:.0f} s")
 
-    def _break(self, why: str) -> NoReturn:
+    def _break(self, why: str, kind: type[BrokenGroupError] = BrokenGroupError) -> NoReturn:
         """The ranks are desynchronized: this call and all later ones raise."""
         self._broken = self._broken or why
-        raise dist.DistError(self._broken)
+        raise kind(self._broken)
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank has released its lock, which happens only when its process or its groups end."""
@@ -220,7 +223,7 @@ class PostedCall:
         self.stepped = self._shared or self.chunks > DEPTH
         kinds = (None, "sum", "max", "min")
         kind = (source is not None) << 3 | kinds.index(op) << 1 | (self._count > 1)
-        self.what = self._length * bytes_each << 8 | kind
+        self.what = self._length * bytes_each << 24 | flight_recorder.take_identity() << 8 | kind
         self.at = 0
         self._sent, self._summed, self._seen = 0, 0, 0
 

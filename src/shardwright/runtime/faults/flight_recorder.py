@@ -10,6 +10,8 @@ if recording is off. No tensor is kept alive: only shapes and code locations.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import linecache
 import os
 import re
@@ -27,8 +29,10 @@ CAPACITY = 128  # collectives that are recorded
 Place = tuple[CodeType, int]
 """A code object and a position in it: the location of a frame, without keeping the frame alive."""
 
-_RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = (_RUNTIME, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LOOPS = tuple(os.path.join(_PACKAGE, part) for part in ("train", "lightning", "cli"))
+"""Training loops of ours, whose lines are named as a user's are."""
+_OURS = (_PACKAGE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<frozen", "<string")
 _SOURCE = re.compile(r"(\S+\.py:\d+)\s*$")
 
 
@@ -50,12 +54,13 @@ class FlightRecorder:
         self.entered: deque[RecordedCollective] = deque(maxlen=CAPACITY)
         self.counts: dict[Any, int] = {}
         self.total = 0
+        self.identity = 0  # of the collective that was entered and is not posted yet
         self.within: Place | None = None  # the line of forward whose backward is running
         self.doing: Any = None  # the running step of a schedule
         self.expected: dict[tuple[int, int], int] = {}  # receives that were posted
         self.awaits: tuple[tuple[int, int], int] | None = None  # the message being waited for
 
-    def enter(self, kind: str, group: Any, what: Any) -> None:
+    def enter(self, kind: str, group: Any, what: Any, *, beside: bool = False) -> None:
         if group is None:
             group = dist.group.WORLD
         self.total += 1
@@ -63,6 +68,17 @@ class FlightRecorder:
         within = self.within
         place = place_of(sys._getframe(2)) if within is None else within
         self.entered.append(RecordedCollective(group, number, kind, what, place, within is not None))
+        if beside:
+            return
+        described = what if isinstance(what, (str, tuple)) else type(what).__name__
+        self.identity = _identity(kind, described, within is not None)
+
+
+@functools.lru_cache(4096)
+def _identity(kind: str, what: Any, backward: bool) -> int:
+    """A number by which ranks notice that they have entered different collectives: 16 bits, never 0."""
+    text = f"{kind} {_what(what)} {backward}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "big") or 1
 
 
 _recorder: FlightRecorder | None = None
@@ -85,6 +101,20 @@ def enter(kind: str, group: Any, what: Any = None) -> None:
     """Record a collective that is about to be issued."""
     if _recorder is not None:
         _recorder.enter(kind, group, what)
+
+
+def enter_beside(kind: str, group: Any, what: Any) -> None:
+    """Record a collective that is issued by another thread, beside those of the steps."""
+    if _recorder is not None:
+        _recorder.enter(kind, group, what, beside=True)
+
+
+def take_identity() -> int:
+    """The identity of the collective that was just entered; 0 if none was recorded since the last."""
+    if _recorder is None:
+        return 0
+    identity, _recorder.identity = _recorder.identity, 0
+    return identity
 
 
 def send(source: int, target: int) -> None:
@@ -132,7 +162,7 @@ def place_of(frame: FrameType | None) -> Place | None:
         file = frame.f_code.co_filename
         ours = _known.get(file)
         if ours is None:
-            ours = _known[file] = file.startswith((*_OURS, "<frozen", "<string"))
+            ours = _known[file] = file.startswith(_OURS) and not file.startswith(_LOOPS)
         if not ours:
             return frame.f_code, frame.f_lasti
         frame = frame.f_back
@@ -173,6 +203,12 @@ def _line_at(file: str, number: int) -> RecordedLine:
 def caller() -> FrameType | None:
     """The frame of the caller."""
     return sys._getframe(2)
+
+
+def called_at() -> str:
+    """The user's line that has led here, in brackets; empty if it is not known."""
+    place = place_of(sys._getframe(1))
+    return f" ({line_of(place)})" if place is not None else ""
 
 
 def line_in(entry: str) -> RecordedLine | None:

@@ -7,6 +7,7 @@ also of those that are busy elsewhere, and it compares their reports (`explain`)
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
@@ -23,15 +24,18 @@ class Inquiry:
     def __init__(self, store: Any, rank: int, size: int, notes: flight_recorder.FlightRecorder) -> None:
         self._store, self._rank, self._size, self._notes = store, rank, size, notes
         self._number = 0
+        self._turn = threading.Lock()  # of the main thread and the watch thread
         self._mark: Any = None  # the progress of this rank at the last check
         self._since, self._reported = 0.0, False
+        self._doubted: Any = None  # where this rank last asked whether all are in the same collective
 
     def answer(self, frame: FrameType | None, waiting: bool) -> None:
         """Report where this rank is, if another rank has asked."""
-        if self._store.check([f"ask/{self._number}"]):
-            text = json.dumps(flight_recorder.report_of(self._notes, frame, waiting))
-            self._store.set(f"where/{self._number}/{self._rank}", text)
-            self._number += 1
+        with self._turn:
+            if self._store.check([f"ask/{self._number}"]):
+                text = json.dumps(flight_recorder.report_of(self._notes, frame, waiting))
+                self._store.set(f"where/{self._number}/{self._rank}", text)
+                self._number += 1
 
     def ask(self, frame: FrameType | None, waited: float, patience: float) -> str | None:
         """Why ranks wait, from the reports that arrive within some seconds. None if another rank asks already."""
@@ -46,6 +50,35 @@ class Inquiry:
             time.sleep(0.1)
         reports = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         return explain(reports, self._size, waited)
+
+    def explain_desync(self, frame: FrameType | None, patience: float) -> str | None:
+        """What ranks have entered as the same collective, and tell all ranks; None if that can't be found out.
+
+        Ends the run of all ranks, whatever call they are in, since what they exchange can't be trusted any more.
+        """
+        report = self.ask(frame, 0.0, patience)
+        if report is not None:
+            self._store.set(DESYNC, report)
+        until = time.monotonic() + 2 * patience
+        while report is None and time.monotonic() < until:  # another rank asks
+            report = self.known_desync()
+            time.sleep(0.1)
+        return report
+
+    def known_desync(self) -> str | None:
+        """What has been found out about desynchronized ranks, by any of them."""
+        return self._store.get(DESYNC).decode() if self._store.check([DESYNC]) else None
+
+    def doubt(self, mark: Any, frame: FrameType | None, waited: float, patience: float) -> str | None:
+        """A rank that waits at `mark` asks, once, whether all are in the same collective; reports to all if not."""
+        if mark == self._doubted:
+            return None
+        self._doubted = mark
+        report = self.ask(frame, waited, patience)
+        if report is None or OUT_OF_STEP not in report:
+            return None
+        self._store.set(DESYNC, report)
+        return report
 
     def idle(self, mark: Any, frame: FrameType | None, after: float, patience: float) -> str | None:
         """The collective that some ranks lack, if this one has been at `mark` for long. None if none, or known.
@@ -63,12 +96,18 @@ class Inquiry:
 
 
 NOTHING = "outside of the compiled model"
+DESYNC = "desync"  # the key of what ends the run, whatever call a rank is in
+OUT_OF_STEP = "they are desynchronized: "
+REMEDY = (
+    "do on all ranks, and in the same order, what communicates (the model's calls, backward, the optimizer, clipping, "
+    "saving, whole state dicts); print and log on one"
+)
 
 
 def explain(reports: Mapping[int, RankReport], size: int, waited: float) -> str:
     """What the ranks wait for, and where each of them is."""
     cause = _desynchronized(reports) or _missing(reports) or _message(reports)
-    head = f"the ranks have waited for each other for {waited:.0f} s"
+    head = f"the ranks have waited for each other for {waited:.0f} s" if waited else "the ranks wait for each other"
     lines = [f"{head}: {cause}" if cause else f"{head}, {NOTHING}"]
     places: dict[str, list[int]] = {}
     for rank in range(size):
@@ -94,11 +133,12 @@ def _desynchronized(reports: Mapping[int, RankReport]) -> str | None:
         for _, records in sorted(numbers.items()):
             kinds: dict[tuple[Any, ...], list[int]] = {}
             for rank, record in records.items():
-                at = record["at"]["at"].rsplit("/", 1)[-1] if record["at"] else None
-                kinds.setdefault((record["kind"], record["backward"], at), []).append(rank)
+                # Generated code is the same on all ranks; of their own scripts, ranks may be at different lines.
+                at = record["at"]["at"].rsplit("/", 1)[-1] if record["at"] and record["at"]["source"] else None
+                kinds.setdefault((record["kind"], record["what"], record["backward"], at), []).append(rank)
             if len(kinds) > 1 and next(iter(records.values()))["kind"] != "message":
                 each = [f"{_ranks(ranks)} entered {_collective(records[ranks[0]])}" for ranks in kinds.values()]
-                return f"they are desynchronized: {', but '.join(each)}"
+                return f"{OUT_OF_STEP}{', but '.join(each)}; {REMEDY}"
     return None
 
 

@@ -1,11 +1,11 @@
 """Check in every call that ranks pass the inputs they should, without making ranks wait for each other.
 
-A call computes a digest of each input on its device and posts four numbers; those of the others are read later:
+A call computes a digest of each input on its device and posts five numbers; those of the others are read later:
 
     rank 0    digest, post | forward ............ | read, backward ...
     rank 1        digest, post | forward ............ | read, backward ...
 
-    post      program, replica, digest of the batched inputs, digest of the unbatched inputs
+    post      program, replica, digest of the batched inputs, digest of the unbatched inputs, backward passes before
     read      when backward reaches an output of the call, or else at the next call
 
 Reading waits only for a rank that is a full forward behind, which the gradient sync would wait for anyway. It happens
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.errors import InputError
+from shardwright.errors import DriftError, InputError
 
 from .. import world
 from ..collectives import objects, process_group
@@ -79,7 +79,9 @@ class PostedDigests:
     signature: CallSignature
     is_first: bool
     each: Tensor  # the digest of each tensor
-    read: Callable[[], list[list[int]]]  # for each rank (program, replica, batched, unbatched)
+    backwards: int  # backward passes that this rank has begun before
+    at: flight_recorder.Place | None  # of the call
+    read: Callable[[], list[list[int]]]  # for each rank (program, replica, batched, unbatched, backwards)
 
 
 class InputComparison:
@@ -88,6 +90,8 @@ class InputComparison:
     def __init__(self, first_only: bool = False) -> None:
         self.calls, self.every = 0, 0 if first_only else world.compare_every()
         self._posted: PostedDigests | None = None
+        self._compared = False  # the call that runs
+        self._backwards = 0  # that have come to an output of a call
         self._programs: set[int] = set()  # numbers of programs that were called
         self._constants: dict[tuple[int, tuple[int, int]], tuple[Tensor, Tensor]] = {}
         self._stream: torch.Stream | None = None
@@ -101,6 +105,7 @@ class InputComparison:
         `replica` is the data-parallel replica of this rank, and their number.
         """
         self.settle()
+        self._compared = False
         self.calls += 1
         plain = signature.plain or signature.number
         is_first = plain not in self._programs
@@ -109,18 +114,29 @@ class InputComparison:
         if not is_first and (not self.every or self.calls % self.every):
             return
         self._programs.add(plain)
+        self._compared = True
         each = _digests(signature, tensors, is_first)
         head, mixing = self._constants_of(signature, replica, each.device)
-        read = self._post(torch.cat([head, (each * mixing).sum(1)]))
-        self._posted = PostedDigests(call=self.calls, signature=signature, is_first=is_first, each=each, read=read)
+        count = self._backwards
+        read = self._post(torch.cat([head, (each * mixing).sum(1), head.new_full((1,), count)]))
+        self._posted = PostedDigests(
+            call=self.calls, signature=signature, is_first=is_first, each=each, backwards=count, read=read,
+            at=flight_recorder.here(),
+        )  # fmt: skip
         if is_first or at_once:
             self.settle()
 
     def until_backward(self, outputs: Sequence[Tensor]) -> None:
         """Read the posts when backward reaches one of these tensors, before it proceeds."""
-        for tensor in outputs if self._posted is not None else ():
+        first = iter((True,))
+
+        def reached(gradient: Tensor) -> None:
+            self._backwards += next(first, False)  # once, whatever the number of outputs
+            self.settle()
+
+        for tensor in outputs if self._compared else ():
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: self.settle())  # type: ignore[no-untyped-call]
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     @report_failure
     def settle(self) -> None:
@@ -195,7 +211,9 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], is_first: bool
 def _fault(posted: PostedDigests, every: list[list[int]]) -> str | None:
     """The mismatch, if any; all ranks find the same."""
     replicas: dict[int, set[int]] = {}  # the digests of batches, by the ranks that must pass the same one
-    for _, replica, batched, _ in every:
+    if len({row[4] for row in every}) > 1:
+        raise DriftError(_other_backwards(posted))
+    for _, replica, batched, _, _ in every:
         replicas.setdefault(replica if posted.signature.mode == "per_replica" else 0, set()).add(batched)
     fits = len({(one_rank[0], one_rank[3]) for one_rank in every}) == 1 and all(
         len(batches) == 1 for batches in replicas.values()
@@ -211,6 +229,22 @@ def _fault(posted: PostedDigests, every: list[list[int]]) -> str | None:
     return None
 
 
+def _other_backwards(posted: PostedDigests) -> str:
+    """Ranks that have run backward less or more often than others. All ranks must call it."""
+    every = objects.all_gather_objects((posted.backwards, _line(posted)), "how often ranks have run backward")
+    first = next(rank for rank, (count, _) in enumerate(every) if count != every[0][0])
+    each = [f"rank {rank} has run backward {every[rank][0]} times before{every[rank][1]}" for rank in (0, first)]
+    return (
+        f"the ranks are desynchronized at call {posted.call} of the model: {', but '.join(each)}; call the model and "
+        "backward on all ranks equally often. Ranks may have updated parameters that others have not: resume from a "
+        "checkpoint"
+    )
+
+
+def _line(posted: PostedDigests) -> str:
+    return f" at {flight_recorder.line_of(posted.at)}" if posted.at is not None else ""
+
+
 def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
     """The first rank whose inputs differ, and which input. All ranks must call it."""
     signature, mode = posted.signature, posted.signature.mode
@@ -222,18 +256,20 @@ def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
         lead = f"in call {posted.call} of the model rank {rank}"
         if (call, program) != every[0][:2]:
             return (
-                f"{lead} runs {program} (its call {call}), but rank 0 runs {every[0][1]} (its call {every[0][0]}); "
+                f"{lead} runs {program} (its call {call}), but rank 0 runs {every[0][1]} (its call {every[0][0]})"
+                f"{_line(posted)}; "
                 "call the model on all ranks in the same order, in train or eval mode alike, with the same arguments"
             )
         for path in {**every[0][2], **arguments}:
             value, other = arguments.get(path, "nothing"), every[0][2].get(path, "nothing")
             if value != other:
-                return f"{lead} passes {value} as {path}, but rank 0 {other}; pass the same"
+                return f"{lead} passes {value} as {path}, but rank 0 {other}{_line(posted)}; pass the same"
         for path, batched in zip(signature.tensors, signature.batched, strict=True):
             at = first if batched else 0
             if theirs[path] != every[at][3][path]:
                 blame = BLAME[mode if batched else "unbatched"]
                 what = "batch" if batched and mode == "global" else path
                 named = f": {path} differs" if what == "batch" else ""
-                return f"{lead} passes another {what} than rank {at}{named}; {blame}. No parameter was changed"
+                lead = f"{lead} passes another {what} than rank {at}{named}{_line(posted)}"
+                return f"{lead}; {blame}. No parameter was changed"
     return f"in call {posted.call} of the model the ranks pass different inputs; pass the same everywhere"

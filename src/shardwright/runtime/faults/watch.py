@@ -14,6 +14,8 @@ collectives. A small thread of each rank writes a heartbeat there once a second.
                                                                      waits in gloo can't be woken
     a rank sleeps, or skips a         nothing, until the process     RankError with the op, its line, who has
     collective                        group's timeout                entered it and where the others are
+    ranks enter different             other sizes or kinds (gloo     RankError with the op and the line of each
+    collectives as the same one       then aborts the process)
 
 `Watch` is a context for code that may fail (`with watch: ...`), `report_failure` a decorator for
 functions called by autograd. Neither costs anything as long as nothing fails. An error that all ranks
@@ -48,6 +50,8 @@ from ..collectives import shared_memory
 from ..collectives.processes import machine_name, runs
 from . import flight_recorder
 from .bounded_store import BoundedStore, LostStoreError
+from .failure import BrokenGroupError, OutOfStepError, describe, is_secondary_failure
+from .gloo_abort import on_gloo_abort
 from .hang_report import Inquiry
 
 BEAT = 1.0  # seconds between two heartbeats
@@ -55,20 +59,12 @@ SILENCE = 10.0  # seconds without a heartbeat after which a rank counts as lost,
 PATIENCE = 60.0  # seconds in one collective after which a rank checks that all others are alive
 LATE = 600.0  # seconds that ranks may be apart when a model is compiled
 ANSWER = 20.0  # seconds within which the store answers
+DOUBT = 6.0  # seconds in one collective after which a rank asks whether the others are in the same
 GRACE = 5.0  # seconds for a waiting thread to fail by itself before its process is ended
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SIGNS = (
-    "gloo",
-    "NCCL",
-    "Connection closed",
-    "Connection reset",
-    "Socket",
-    "process group",
-    "timeout caused pair closure",
-)
 _RUNTIME = os.path.dirname(os.path.dirname(__file__))
 _WAITING_IN = (os.path.dirname(dist.__file__), _RUNTIME, os.path.join("torch", "autograd"))
 
@@ -98,6 +94,7 @@ class Watch(AbstractContextManager[None]):
         self._before, sys.excepthook = sys.excepthook, self._uncaught
         self._thread.start()
         atexit.register(self.end)
+        on_gloo_abort(self._aborted)
 
     # -- the main thread ------------------------------------------------------------------
 
@@ -115,14 +112,15 @@ class Watch(AbstractContextManager[None]):
 
     def tell(self, error: BaseException) -> None:
         """Report an error of this rank to the others; or, if it is secondary, raise the primary one."""
-        if isinstance(error, RankError) or getattr(error, "reported", False):
+        is_known = isinstance(error, RankError) and not isinstance(error, BrokenGroupError)
+        if is_known or getattr(error, "reported", False):
             return
         error.reported = True  # type: ignore[attr-defined]
         if not is_secondary_failure(error):
-            self.publish(self.rank, _describe(error))
+            self.publish(self.rank, describe(error))
             self.failed = self.call
             return
-        failure = self.find()
+        failure = self.desynchronized() if isinstance(error, OutOfStepError) else self.find()
         if failure is not None:
             raise RankError(failure) from error
 
@@ -145,6 +143,13 @@ class Watch(AbstractContextManager[None]):
                 if time.monotonic() - start > wait:
                     return None
                 time.sleep(0.1)
+        except LostStoreError as error:
+            return str(error)
+
+    def desynchronized(self) -> str | None:
+        """Which collectives ranks have entered as the same one; None if that can't be found out."""
+        try:
+            return self._inquiry.explain_desync(self._frame(), 3 * self._beat)
         except LostStoreError as error:
             return str(error)
 
@@ -189,6 +194,9 @@ class Watch(AbstractContextManager[None]):
         return int(self._store.get(key).split()[1]) if self._store.check([key]) else 0
 
     def _reported(self) -> str | None:
+        desync = self._inquiry.known_desync()
+        if desync is not None:
+            return desync
         key = f"fault/{self.call}"
         if not self._store.check([key]):
             return None
@@ -220,7 +228,7 @@ class Watch(AbstractContextManager[None]):
 
     def _lost(self, ranks: list[int]) -> str:
         time.sleep(0.2)  # a published error is more useful than the news that the process is gone
-        reported = self._reported()
+        reported = self._reported() or self._hung()
         if reported is not None:
             return reported
         left = [rank for rank in ranks if self._store.check([f"left/{rank}"])]
@@ -264,15 +272,25 @@ class Watch(AbstractContextManager[None]):
         lost = self._gone() or (self._silent(beats) if waited > PATIENCE else [])
         if lost:
             return self._lost(lost)
+        if waited > DOUBT and (desync := self._doubt(waited)) is not None:
+            return desync
         if waited > max(self._limit - 4 * self._beat, self._limit / 2) and self._hung() is None:
             self._inquire(waited)
         return self._hung() if waited > self._limit + GRACE else None
 
+    def _doubt(self, waited: float) -> str | None:
+        return self._inquiry.doubt((self.call, self._notes.total), self._frame(), waited, 3 * self._beat)
+
     def _inquire(self, waited: float) -> None:
         """Find out why the ranks wait, shortly before the backend times out: its error will include the report."""
         report = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
-        if report is not None:
-            self._store.set(f"hang/{self.call}", report)
+        calls = {self.call, *(self._at(rank) for rank in self._others)} if report is not None else ()
+        for call in calls:  # ranks that are desynchronized may be in different calls
+            self._store.set(f"hang/{call}", report or "")
+
+    def _aborted(self) -> None:
+        """Gloo is about to abort the process, since a message is not as long as this rank expects."""
+        self._stop(self.desynchronized() or "gloo received a message of another collective than this rank is in")
 
     def _print_idle(self) -> None:
         if self._prints:
@@ -380,18 +398,3 @@ def report_failure(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return run
-
-
-def is_secondary_failure(error: BaseException) -> bool:
-    """Whether an error is only the consequence of another rank's: a broken collective."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS)
-    )
-
-
-def _describe(error: BaseException) -> str:
-    """An error in a few lines: rank, message, location."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = next((f for f in reversed(frames) if "site-packages" not in f.filename), None)
-    where = f", at {at.filename}:{at.lineno} ({at.line})" if at is not None else ""
-    return f"rank {dist.get_rank()} raised {type(error).__name__}: {error}{where}"

@@ -118,7 +118,7 @@ class CallInputs:
                 f"rank {other} as in an earlier call: the ranks pass inputs of different shapes, or "
                 "differ in a mode, an attribute or an argument; do the same on all ranks, with a smaller last batch "
                 "too, or drop it (drop_last=True), and call the model on all ranks (an evaluation on rank 0 only "
-                "waits for the others)"
+                f"waits for the others){flight_recorder.called_at()}"
             )
         theirs = json.loads(every[other])
         if theirs[0] != shapes:

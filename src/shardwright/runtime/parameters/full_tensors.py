@@ -12,6 +12,7 @@ from shardwright.layout import Layout, Shard
 from shardwright.storage import ParameterSpec, stored_layout
 
 from ..collectives import blocks, process_group
+from ..faults import flight_recorder
 from ..world import Groups
 
 
@@ -67,6 +68,7 @@ def _gather_shard(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> T
         return local
     mine = blocks.fill(local, dim, sharding, group.size, group.index).contiguous()
     every = mine.new_empty((group.size, *mine.shape))
+    flight_recorder.enter("all_gather", group.process_group, "a whole tensor")
     process_group.all_gather(every.view(-1), mine.view(-1), group.process_group).wait()
     return blocks.unstack(every, dim, sharding).contiguous()
 
