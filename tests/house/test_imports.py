@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "ema": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors formats layout cluster runtime",
+    "doctor": "errors capture runtime verify parallelize",
     "register": "errors ir rules ops capture probe runtime verify",
     "report": "errors formats layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": (
@@ -63,8 +64,8 @@ MAY_IMPORT = {
     "lightning": "errors options plan runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
-        "errors formats options batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime "
-        "planning compile verify rehearse parallelize checkpoint report train"
+        "errors formats options batch_dim precision schedule ir capture cluster calibrate doctor plan lower emit "
+        "runtime planning compile verify rehearse parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset(

@@ -34,8 +34,10 @@ GRACE = 30.0  # seconds in which other ranks may say what they saw of a failure
 class Pool:
     """Processes of one world size. `run` gives a job to all of them."""
 
-    def __init__(self, size: int, patience: float | None = None) -> None:
+    def __init__(self, size: int, patience: float | None = None, prepare: Callable[[int], str] | None = None) -> None:
+        """`prepare(rank)` runs first in each process, and returns the backend to join with (gloo without it)."""
         self.size = size
+        self._prepare = prepare
         self._patience = patience  # the timeout of the process group, if it is not that of the first job
         self._members: list[tuple[Any, Connection]] = []
 
@@ -79,7 +81,7 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system picks the port
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            wanted = (theirs, rank, self.size, self._store.port, self._patience or timeout)
+            wanted = (theirs, rank, self.size, self._store.port, self._patience or timeout, self._prepare)
             process = context.Process(target=_serve, args=wanted, daemon=True)
             process.start()
             theirs.close()
@@ -115,7 +117,9 @@ def _is_echo(text: str) -> bool:
     return any(word in text for word in ("did not end within", "RankError", "Connection closed", "Connection reset"))
 
 
-def _serve(connection: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+def _serve(
+    connection: Connection, rank: int, size: int, port: int, timeout: float, prepare: Callable[[int], str] | None
+) -> None:
     """The life of a process: join, then one job after another until the pool goes away."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
@@ -125,7 +129,8 @@ def _serve(connection: Connection, rank: int, size: int, port: int, timeout: flo
     wait_for = timedelta(seconds=timeout)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait_for)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait_for)
+        backend = "gloo" if prepare is None else prepare(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait_for)
         connection.send_bytes(pickle.dumps((True, None)))
         while True:
             fn, args = pickle.loads(connection.recv_bytes())

@@ -31,10 +31,15 @@ def run(
     graph = captured.graph if isinstance(captured, CapturedGraph) else captured
     constants = captured.constants if isinstance(captured, CapturedGraph) else {}
     known = {**(captured.functions if isinstance(captured, CapturedGraph) else {}), **(functions or {})}
+    device = _accelerator((*inputs, *parameters.values(), *buffers.values()))
+    if device is not None:
+        constants = {name: constant.to(device) for name, constant in constants.items()}
     values = _start(graph, inputs, parameters, buffers, constants)
     for op in graph.ops:
         op_inputs = tuple(values[name] for name in op.inputs)
         op_outputs = run_op(op, op_inputs, known)
+        if device is not None and not op_inputs:  # graphs have no devices: what an op makes from nothing is on the CPU
+            op_outputs = tuple(tensor.to(device) for tensor in op_outputs)
         if len(op_outputs) != len(op.outputs):
             raise GraphError(f"{op} gave {len(op_outputs)} values, and the graph has {len(op.outputs)}")
         values.update(zip(op.outputs, op_outputs, strict=True))
@@ -51,6 +56,11 @@ def run_plain(
     """What a graph without parameters and buffers makes of its inputs: a branch, or the turn of a loop."""
     outputs, _, _ = run(graph, inputs, {}, {}, functions)
     return [tensor for tensor in outputs if tensor is not None]
+
+
+def _accelerator(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    """The accelerator that a graph is run on; None on the CPU and for tensors without values."""
+    return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
 
 
 def _start(

@@ -1,4 +1,4 @@
-"""The command line: plan, explain, diff, simulate, compile, verify, rehearse, calibrate, checkpoint, train.
+"""The command line: plan, explain, diff, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, train.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
@@ -9,6 +9,7 @@
     shardwright verify  train.py:make_model --plan tp=2
     shardwright rehearse plan.json --model train.py:make_model
     shardwright calibrate -o cluster.yaml
+    shardwright doctor
     shardwright checkpoint inspect run/step-001000
     shardwright train config.yaml --model.init_args.n_layer 24
 
@@ -50,6 +51,7 @@ from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .checkpoint import add_checkpoint, run_checkpoint
+from .doctor import doctor_parser, run_doctor
 from .models import MODEL, load_model, resize_batch
 from .progress import SearchProgress
 from .rehearse import rehearse_parser, run_rehearse
@@ -135,6 +137,7 @@ def make_parser() -> ArgumentParser:
     measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in less than a minute")
     measured.add_argument("--ranks", type=int, help="processes to start; default: one per core")
     commands.add_subcommand("calibrate", measured, help="measure this machine as a cluster")
+    commands.add_subcommand("doctor", doctor_parser(), help="check this machine, and each kind of plan on it")
     add_checkpoint(commands)
     commands.add_subcommand("train", ArgumentParser(), help="train a model from a config file; see docs/training.md")
     return parser
@@ -332,6 +335,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "verify": run_verify,
     "rehearse": run_rehearse,
     "calibrate": run_calibrate,
+    "doctor": run_doctor,
     "checkpoint": run_checkpoint,
 }
 

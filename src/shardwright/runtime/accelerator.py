@@ -8,6 +8,8 @@ ROCm, XPU, NPUs and devices that a package registers are used in the same way. E
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -94,7 +96,46 @@ def flashes(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices that don't have it."""
+    try:
+        torch.ones(2, 2, dtype=torch.float64, device=device).matmul(
+            torch.ones(2, 2, dtype=torch.float64, device=device)
+        )
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
+
+
+# -- what is installed ------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """The toolkits that torch was built for, and the libraries that its backends call."""
+    toolkits = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    known = {name: str(value) for name, value in toolkits.items() if value}
+    if dist.is_nccl_available():
+        known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    backends = [name for name in dist.Backend.backend_list if getattr(dist, f"is_{name}_available", lambda: False)()]
+    return {**known, "backends": ", ".join(backends)}
+
+
+def links() -> str:
+    """How devices are connected, as the vendor's tool draws it; "" where there is none."""
+    for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"], ["xpu-smi", "topology", "-m"]):
+        if shutil.which(command[0]):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            return done.stdout.strip() if done.returncode == 0 else f"{command[0]} failed: {done.stderr.strip()}"
+    return ""
+
+
 # -- time -------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def seconds_on(device: torch.device, run: Callable[[], object]) -> float:
