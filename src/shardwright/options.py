@@ -19,6 +19,7 @@ Backward = Literal["inside", "outside"]
 Opaque = Literal["marked", "auto"]
 Outputs = Literal["all", "scalars"]
 Semantics = Literal["global", "local"]
+BatchNorm = Literal["global", "local"]
 
 GENERATED = Path(".shardwright")
 
@@ -64,6 +65,8 @@ class CompileOptions:
                 can't be captured, with a warning
     parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
                 module: a list of paths, or a dict of paths and plans
+    batch_norm  "global": batch norms in training take the statistics of the global batch, as on one device; "local":
+                each rank those of its own samples, as with DDP, which sends less; see docs/training.md
     timeout     seconds that ranks wait for each other before a run fails
     """
 
@@ -72,12 +75,14 @@ class CompileOptions:
     unbatched: Sequence[str] | None = None
     opaque: Opaque = "marked"
     parts: Sequence[str] | Mapping[str, Any] | None = None
+    batch_norm: BatchNorm = "global"
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if self.outputs is not None:
             _check_choice("compile.outputs", self.outputs, ("all", "scalars"))
         _check_choice("compile.opaque", self.opaque, ("marked", "auto"))
+        _check_choice("compile.batch_norm", self.batch_norm, ("global", "local"))
 
 
 Options = TypeVar("Options")

@@ -40,7 +40,15 @@ from .plan import Plan
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
 from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
 from .plan.search_options import Progress, SearchOptions
-from .planning import cluster_for, cluster_here, in_catalogue, make_plan, only_scalars, training_of
+from .planning import (
+    cluster_for,
+    cluster_here,
+    in_catalogue,
+    make_plan,
+    only_scalars,
+    training_of,
+    with_batch_norm,
+)
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
@@ -103,8 +111,8 @@ def parallelize(
         request = replace(request, cluster=priced_on, training=training)
     settings = CompilerSettings(
         request=request, inputs=inputs, outputs=options.outputs or "all", unbatched=options.unbatched,
-        opaque=options.opaque, precision=exact, backward=pipeline.backward, accumulate=accumulate,
-        reduction=reduction, seed=seed, directory=Path(options.directory or GENERATED),
+        opaque=options.opaque, batch_norm=options.batch_norm, precision=exact, backward=pipeline.backward,
+        accumulate=accumulate, reduction=reduction, seed=seed, directory=Path(options.directory or GENERATED),
     )  # fmt: skip
     if options.parts is not None:
         _check_parts(example, constraints, exact.casts, options, pipeline)
@@ -207,7 +215,7 @@ def plan(
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
     pipeline    PipelineOptions: how many microbatches; without it, about four a stage, or what "auto" finds
-    compile     CompileOptions: outputs, unbatched and opaque, as `parallelize` takes them
+    compile     CompileOptions: outputs, unbatched, opaque and batch_norm, as `parallelize` takes them
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
@@ -215,7 +223,7 @@ def plan(
     count = cluster if isinstance(cluster, int) else cluster_size(cluster, source)
     microbatches, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
     expect_only(microbatches, ("microbatches",), "sw.plan", "it plans for the whole batch, and runs nothing")
-    expect_only(options, ("outputs", "unbatched", "opaque"), "sw.plan", "it writes and runs nothing")
+    expect_only(options, ("outputs", "unbatched", "opaque", "batch_norm"), "sw.plan", "it writes and runs nothing")
     exact = read_precision(precision)
     request = read_request(
         model, source, cluster=cluster_for(cluster, count), training=training_of(optimizer, accumulate, exact),
@@ -245,6 +253,7 @@ def planned(
     check_names(model, options.unbatched)
     captured = captured_graph(model, example, entry=entry, opaque=options.opaque, precision=precision)
     captured = with_unbatched(captured, options.unbatched)
+    captured = replace(captured, graph=with_batch_norm(captured.graph, options.batch_norm))
     if options.outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     analysis = analyse(captured.graph, probing(captured.functions))

@@ -32,6 +32,42 @@ from .runtime.world import World, ranks_per_node
 
 def make_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> Plan:
     """The requested plan for a graph on `size` devices. With a cluster in the request it has a prediction."""
+    plan = _requested_plan(graph, analysis, request, size)
+    if isinstance(request.source, AutoPlan | PolicyRequest) and graph.local_statistics:
+        plan = replace(plan, batch_norm="local", notes=(*plan.notes, LOCAL_STATISTICS))
+    check_batch_norm(plan, graph)
+    return plan
+
+
+LOCAL_STATISTICS = (
+    "batch norms in training take the statistics of each rank's own samples, as with DDP, and buffers those of the "
+    "first rank (batch_norm='local'): results are not those of one device"
+)
+
+
+def check_batch_norm(plan: Plan, graph: Graph) -> None:
+    """Refuse a plan for other statistics of batch norms than were asked for, and local ones in microbatches."""
+    wanted = "local" if graph.local_statistics else "global"
+    if plan.batch_norm != wanted:
+        raise PlanError(
+            f'the plan is for CompileOptions(batch_norm="{plan.batch_norm}"), and "{wanted}" is asked for; ask for '
+            "what the plan is for, or make another (verify and rehearse compare with one device: they take global ones)"
+        )
+    if plan.is_pipeline and graph.local_statistics:
+        raise PlanError(
+            'CompileOptions(batch_norm="local") is for plans without microbatches; leave it out: with '
+            'PipelineOptions(semantics="local") '
+            "each microbatch is a batch of its own"
+        )
+
+
+def with_batch_norm(graph: Graph, batch_norm: str) -> Graph:
+    """A graph whose batch norms in training take the statistics of the global batch, or of a rank's own samples."""
+    branches = {name: with_batch_norm(branch, batch_norm) for name, branch in graph.branches.items()}
+    return replace(graph, local_statistics=batch_norm == "local", branches=branches)
+
+
+def _requested_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> Plan:
     source = request.source
     if isinstance(source, AutoPlan):
         return find_plan(analysis, request, size).plan

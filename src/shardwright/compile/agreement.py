@@ -80,6 +80,7 @@ def settings_of(compiler: Compiler) -> dict[str, str]:
         "accumulate": settings.accumulate,
         "reduction": settings.reduction,
         "compile.opaque": settings.opaque,
+        "compile.batch_norm": settings.batch_norm,
         **_optimizer_options(several(compiler.optimizer)),
     }
     return {name: str(value) for name, value in stated.items()}

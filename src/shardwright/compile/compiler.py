@@ -46,7 +46,7 @@ from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.file import read as read_plan
 from ..plan.lowering import PipelinePrograms, lower, lower_pipeline
-from ..planning import continue_plan, make_plan, only_scalars
+from ..planning import continue_plan, make_plan, only_scalars, with_batch_norm
 from ..probe import check_splits, probing
 from ..rules import Analysis, analyse
 from ..runtime.algorithms.random import Randomness
@@ -211,7 +211,8 @@ class Compiler:
             )  # fmt: skip
         check_effects(called, call.skeleton, call.method, captured)
         captured = with_batch(captured, batch, batch.size and batch.size * scale // parts)
-        return captured if settings.outputs == "all" else replace(captured, graph=only_scalars(captured.graph))
+        graph = with_batch_norm(captured.graph, settings.batch_norm)
+        return replace(captured, graph=graph if settings.outputs == "all" else only_scalars(graph))
 
     def _check_floats(self, call: ModelCall, called: nn.Module, leaves: Sequence[Any], real: Real) -> None:
         if self.settings.precision.casts:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..options import GENERATED, Backward, Opaque, Outputs
+from ..options import GENERATED, Backward, BatchNorm, Opaque, Outputs
 from ..plan.request import PlanRequest
 from ..precision import Precision
 from ..runtime.model.inputs import Mode
@@ -26,6 +26,7 @@ class CompilerSettings:
     outputs: Outputs = "all"
     unbatched: Sequence[str] | None = None
     opaque: Opaque = "marked"
+    batch_norm: BatchNorm = "global"
     precision: Precision = field(default_factory=Precision)
     backward: Backward = "inside"
     accumulate: int = 1

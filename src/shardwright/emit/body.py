@@ -127,6 +127,7 @@ class BodyWriter:
         axes = norm.argument("axes")
         options = [f"{name}={norm.argument(name)!r}" for name in ("momentum", "eps")]
         options += [f"over={axes_text(axes)}"] if axes else []
+        options += ["local=True"] if norm.argument("local", False) else []
         return f"self.batch_norm({', '.join([inputs[norm.argument('input').index], module, *options])})"
 
     def updated(self, line: OpLine, names: Names, lead: str | None) -> Iterator[str]:

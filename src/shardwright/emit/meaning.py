@@ -222,7 +222,7 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
 
 
 def module_faults(count: Op, norm: Op, node: ast.Call, scope: Scope) -> Iterator[str]:
-    """Where `self.batch_norm(x, module, momentum=..., eps=..., over=...)` says something else than its two ops."""
+    """Where `self.batch_norm(x, module, momentum=..., eps=..., over=..., local=...)` is something else than its ops."""
     module = scope.path(node.args[1])
     if len(node.args) != 2 or not module:
         yield "it is no batch norm of a module"
@@ -237,6 +237,9 @@ def module_faults(count: Op, norm: Op, node: ast.Call, scope: Scope) -> Iterator
     over = written.pop("over", None)
     if norm.argument("axes") != (() if over is None else scope.group(over)):
         yield f"it is over {norm.argument('axes')}"
+    local = written.pop("local", None)
+    if norm.argument("local", False) != (local is not None and _is_constant(local, True)):
+        yield f"local is {norm.argument('local', False)}"
     yield from (f"{name} is not in the op" for name in written)
 
 

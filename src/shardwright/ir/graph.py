@@ -181,6 +181,7 @@ class Graph:
     batch: int | None = None  # the size of the batch dim (dim 0 of the inputs), if there is one
     notes: tuple[str, ...] = field(default=())
     branches: Mapping[str, Graph] = field(default_factory=dict)  # graphs that ops of this one run, by name
+    local_statistics: bool = False  # batch norms in training take those of a rank's own samples
     returned: tuple[Output, ...] | None = None  # what the model gives back, where `outputs` leave some of it out
 
     def __post_init__(self) -> None:

@@ -167,7 +167,8 @@ def local_batch_norm(program: ProgramOnRank, op: Op) -> Op:
         return op
     axes = in_mesh_order(program, split_axes(program.layouts[op.inputs[0]], 0))
     outputs = (op.outputs[0], *op.outputs[3:])  # the two between are what torch's own backward would save
-    return replace(op, target="runtime.batch_norm", outputs=outputs).with_arguments(axes=axes)
+    local = {"local": True} if axes and program.analysis.graph.local_statistics else {}
+    return replace(op, target="runtime.batch_norm", outputs=outputs).with_arguments(axes=axes, **local)
 
 
 def print_batch_norm(p: Printing) -> str:
@@ -176,14 +177,14 @@ def print_batch_norm(p: Printing) -> str:
     group = axes_text(axes) if axes else "None"
     return (
         f"runtime.batch_norm({p['input']}, {p['weight']}, {p['bias']}, {p['running_mean']}, {p['running_var']}, "
-        f"{p['momentum']}, {p['eps']}, {group}){'' if len(p.op.outputs) > 1 else '[0]'}"
+        f"{p['momentum']}, {p['eps']}, {group}{p.options('local')}){'' if len(p.op.outputs) > 1 else '[0]'}"
     )
 
 
 def read_batch_norm(op: Op, node: ast.expr) -> Arguments:
     if isinstance(node, ast.Subscript) and len(op.outputs) == 1:
         node = node.value
-    names = "input, weight, bias, running_mean, running_var, momentum, eps, axes"
+    names = "input, weight, bias, running_mean, running_var, momentum, eps, axes, local"
     return read_form(op, node, f"runtime.batch_norm({names})")
 
 
@@ -220,22 +221,22 @@ def batch_norm_faults(count: Op, norm: Op, module: str, keys: Mapping[str, str])
     for name in ("weight", "bias", "running_mean", "running_var"):
         if norm.tensor(name) != keys.get(f"{module}.{name}"):
             yield f"its {name} is {norm.tensor(name)}"
-    known = {"input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "axes"}
+    known = {"input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "axes", "local"}
     yield from (f"{name} is not in it" for name, value in norm.arguments if name not in known and value is not None)
 
 
 def run_batch_norm(run: RankRun, a: RuntimeArguments) -> object:
     return run.runtime.batch_norm(
         a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], a["momentum"], a["eps"],
-        run.group(a["axes"]),
+        run.group(a["axes"]), local=a.get("local", False),
     )  # fmt: skip
 
 
 def send_statistics(
     call: LocalCall, signature: Signature, axes: Mapping[str, tuple[str, ...]], mesh: Mesh
 ) -> list[AlgorithmCollective]:
-    """With the batch split: an all_gather of 3 numbers a channel; backward an all_reduce of 2."""
-    if "batch" not in axes:
+    """With the batch split: an all_gather of 3 numbers a channel; backward an all_reduce of 2. Local ones: nothing."""
+    if "batch" not in axes or signature.analysis.graph.local_statistics:
         return []
     x, over = call.inputs[0], axes["batch"]
     size = WIDE.get(x.dtype, 4)
@@ -272,8 +273,8 @@ define("_native_batch_norm_legit_functional", rule=batch_norm, saved_extra=chann
 define("_native_batch_norm_legit", rule={"no_stats": batch_norm}, gradient="first", **BATCH)
 define("_native_batch_norm_legit_no_training", gradient="first")
 define("native_batch_norm", saved="0")
-define("runtime.batch_norm", prints=print_batch_norm, reads=read_batch_norm, defaults={"training": True},
-       runs=run_batch_norm)  # fmt: skip
+define("runtime.batch_norm", prints=print_batch_norm, reads=read_batch_norm, runs=run_batch_norm,
+       defaults={"training": True, "local": False})  # fmt: skip
 define("group_norm", rule=group_norm, saved_extra=group_statistics, prints=function, **TWICE)
 define("native_group_norm", rule=native_group_norm, saved="0", saved_extra=group_statistics)
 define("instance_norm", rule=instance_norm, canonical=canonical_instance_norm, work=(0.0, 1.0),

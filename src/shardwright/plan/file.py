@@ -49,6 +49,7 @@ def _plan(data: Any, graph: Graph, path: str | Path) -> Plan:
         schedule=data.get("schedule", ""),
         steps=data.get("steps"),
         local=data.get("local", False),
+        batch_norm=data.get("batch_norm", "global"),
         notes=tuple(data["notes"]),
         predicted=data["predicted"],
     )

@@ -74,6 +74,7 @@ class Plan:
     schedule: str = ""  # of the pipeline, if there are several stages or microbatches: "1f1b", ...
     steps: Mapping[str, Any] | None = None  # a custom schedule in full, as `Schedule.to_json` says it
     local: bool = False  # each microbatch is a batch of its own (PipelineOptions(semantics="local"))
+    batch_norm: str = "global"  # or "local": statistics of a rank's own samples (CompileOptions(batch_norm="local"))
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
     made_for: Cluster | None = field(default=None, compare=False, repr=False)  # prices reshards; not in the file
@@ -143,6 +144,7 @@ class Plan:
             "mesh": {axis.name: axis.size for axis in self.mesh.axes},
             "microbatches": self.microbatches,
             **pipeline,
+            **({"batch_norm": self.batch_norm} if self.batch_norm != "global" else {}),
             "fingerprints": dict(sorted(self.fingerprints.items())),
             "storage": {key: stored.written() for key, stored in sorted(folded(self.storage).items())},
             "entries": {

@@ -138,7 +138,7 @@ _PLAN = record(
         "entries": mapping(listing(anything(), most=4096, least=1), most=1000), "notes": listing(text()),
         "predicted": mapping(anything()),
     },
-    {"schedule": text(longest=200), "steps": _STEPS, "local": boolean()},
+    {"schedule": text(longest=200), "steps": _STEPS, "local": boolean(), "batch_norm": literal("global", "local")},
 )  # fmt: skip
 
 

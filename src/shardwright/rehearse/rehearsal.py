@@ -31,7 +31,7 @@ from ..errors import InputError, NonFiniteError
 from ..options import MOVED, CompileOptions, expect_only, read_options, refuse_moved
 from ..plan import Plan
 from ..plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name
-from ..planning import make_plan, only_scalars
+from ..planning import check_batch_norm, make_plan, only_scalars
 from ..precision import NAMED, PrecisionLike, read_precision
 from ..probe import probing
 from ..rules import analyse
@@ -76,6 +76,7 @@ def rehearse(
     )
     source = read_source(plan)
     known, captured = _read(source, model, example, precision, options, size)
+    check_batch_norm(known, captured.graph)
     name = known.policy or "a plan" if callable(source) else source_name(source)
     small = shrink(known, captured, model, pytree.tree_leaves(_ordered(captured, example)), seed)
     report = _run(small, optimizer, steps, name, options)

@@ -11,7 +11,7 @@ from ..errors import ClusterError, PlanError
 from ..ir import Graph
 from ..plan import Plan
 from ..plan.file import read
-from ..planning import cluster_for, only_scalars
+from ..planning import cluster_for, only_scalars, with_batch_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ def spelled_out(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     predicted = plan.predicted.get(graph.entry)
     if predicted is not None and predicted["for"]["outputs"] == "scalars":
         graph = only_scalars(graph)
+    graph = with_batch_norm(graph, plan.batch_norm)
     if plan.as_read:
         return read(plan.to_json(), graph), graph
     plan.check_against(graph)

@@ -32,6 +32,7 @@ def read_plan(path: str | Path) -> Plan:
         entries=entries, storage=read_storage(data["storage"], path),
         microbatches=data["microbatches"],
         schedule=data.get("schedule", ""), steps=data.get("steps"), local=data.get("local", False),
+        batch_norm=data.get("batch_norm", "global"),
         notes=tuple(data["notes"]), predicted=data["predicted"],
         as_read=True,
     )  # fmt: skip

@@ -117,6 +117,11 @@ def _read_options(
 ) -> tuple[CompileOptions, int | None]:
     """The options of a comparison, and the number of microbatches."""
     options, microbatches = read_options(CompileOptions, compile), read_options(PipelineOptions, pipeline)
+    if options.batch_norm == "local":
+        raise InputError(
+            'CompileOptions(batch_norm="local") is not for sw.verify: the original normalizes the global batch, and '
+            "the plan each rank's own samples, so that their results differ; compare without it, or with DDP"
+        )
     expect_only(options, ("directory", "opaque", "outputs", "timeout"), "sw.verify", "it compares a whole model")
     expect_only(microbatches, ("microbatches",), "sw.verify", "it compares a step of the whole batch")
     return options, microbatches.microbatches

@@ -22,10 +22,13 @@ own synchronisation adds them. Buffers are not written: the caller applies what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwright.errors import InputError
 
 from ..collectives import comm
 from ..faults import flight_recorder
@@ -44,10 +47,20 @@ def batch_norm(
     momentum: float | None,
     eps: float,
     group: Group | None = None,
+    local: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The normalized samples of this rank, and the buffers as they should become (momentum None keeps them)."""
+    """The normalized samples of this rank, and the buffers as they should become (momentum None keeps them).
+
+    local   by the statistics of this rank's samples alone; buffers become what they are on the first rank of the group
+    """
+    if local and group is not None:
+        expect_values(x)
+        y, mean, var = batch_norm_of_rank(x, weight, bias, running_mean, running_var, momentum, eps)
+        if mean is None or var is None:
+            return y, mean, var
+        return y, *of_first_rank([mean, var], group)
     if group is None or group.process_group is None:
-        return _of_this_rank(x, weight, bias, running_mean, running_var, momentum, eps)
+        return batch_norm_of_rank(x, weight, bias, running_mean, running_var, momentum, eps)
     statistics = values, mean, var = _statistics(_wide(x.detach()), group)
     y: Tensor = _Normalize.apply(x, weight, bias, statistics, group, eps)  # type: ignore[no-untyped-call]
     unbiased = var * (values / (values - 1))
@@ -60,7 +73,26 @@ def _moved(buffer: Tensor | None, seen: Tensor, momentum: float | None) -> Tenso
     return torch.lerp(buffer, seen.to(buffer.dtype), momentum)
 
 
-def _of_this_rank(
+def of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Tensors as they are on the first rank of a group, in one message."""
+    if group.process_group is None:
+        return list(tensors)
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = comm.all_gather(flat.unsqueeze(0), 0, group)[0]
+    parts = first.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def expect_values(x: Tensor) -> None:
+    """Refuse samples that have no variance by themselves."""
+    if x.numel() <= x.shape[1]:
+        raise InputError(
+            f"a batch norm in training has samples of shape {tuple(x.shape)} on this rank, and needs more than one "
+            'value for each channel with batch_norm="local"; use a larger batch'
+        )
+
+
+def batch_norm_of_rank(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -69,7 +101,7 @@ def _of_this_rank(
     momentum: float | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """torch's own kernel, on copies of the buffers."""
+    """By the samples of this rank alone: torch's own kernel, on copies of the buffers."""
     moves = running_mean is not None and running_var is not None and momentum is not None
     mean, var = (running_mean.clone(), running_var.clone()) if moves else (None, None)  # type: ignore[union-attr]
     y = torch.batch_norm(x, weight, bias, mean, var, True, momentum or 0.0, eps, torch.backends.cudnn.enabled)

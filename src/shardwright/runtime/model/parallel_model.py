@@ -301,6 +301,7 @@ class ParallelModel(ModelView):
 
     @torch.no_grad()
     def _write_updates(self, stage: Program, holding: RankState) -> None:
+        stage.share_local_statistics()
         for key, value in stage.updates.items():
             holding.write(key, value)
         stage.updates.clear()

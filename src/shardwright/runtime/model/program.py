@@ -29,7 +29,7 @@ from shardwright.layout import Reduction, Shard
 from shardwright.layout import chunk_bounds as share_of
 
 from ..algorithms.experts import experts
-from ..algorithms.norms import batch_norm
+from ..algorithms.norms import batch_norm, expect_values, of_first_rank
 from ..algorithms.random import Randomness
 from ..algorithms.weight_gradients import WeightGradientQueue
 from ..parameters.sharded import Untouched
@@ -105,6 +105,7 @@ class Program:
         self.fixed = SimpleNamespace()
         self.module = Submodule("")
         self.updates: dict[str, Tensor] = {}
+        self._of_first: dict[str, Group] = {}  # updates that only the first rank of a group decides
         self.zero: UnitGatherer | None = None
         self.parts: dict[str, OpaqueSubmodule] = {}
         self._unchanging: list[Tensor] = []  # buffers that constants may have been computed of
@@ -161,6 +162,7 @@ class Program:
     def start(self) -> None:
         """A forward begins: whatever the last one left open is not."""
         self._opened.clear()
+        self._of_first.clear()
 
     @contextmanager
     def gathered(self, unit: Submodule | str) -> Iterator[None]:
@@ -243,15 +245,34 @@ class Program:
         if not self._recomputing:
             self.updates[key] = value.detach()
 
-    def batch_norm(self, x: Tensor, module: Any, *, momentum: float, eps: float, over: Group | None = None) -> Tensor:
-        """A batch norm in training, over the samples of all ranks of a group; the module's buffers are updated."""
+    def batch_norm(
+        self, x: Tensor, module: Any, *, momentum: float, eps: float, over: Group | None = None, local: bool = False
+    ) -> Tensor:
+        """A batch norm in training, over the samples of all ranks of a group; the module's buffers are updated.
+
+        local   over this rank's samples alone; when the forward is over all ranks have the buffers of the first
+        """
         self.update(f"{module}.num_batches_tracked", module.num_batches_tracked + 1)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, momentum, eps, over)
+        if local:
+            expect_values(x)
+        group = None if local else over
+        y, mean, var = batch_norm(x, weight, bias, module.running_mean, module.running_var, momentum, eps, group)
         assert mean is not None and var is not None  # they are there to be tracked
+        if local and over is not None and not self._recomputing:
+            self._of_first |= {f"{module}.{name}": over for name in ("running_mean", "running_var")}
         self.update(f"{module}.running_mean", mean)
         self.update(f"{module}.running_var", var)
         return y
+
+
+    def share_local_statistics(self) -> None:
+        """Before updates are written: statistics of a rank's own samples become those of the first, in one message."""
+        groups = {group.axes: group for group in self._of_first.values()}
+        for axes, group in groups.items():
+            keys = [key for key, over in self._of_first.items() if over.axes == axes]
+            self.updates |= dict(zip(keys, of_first_rank([self.updates[key] for key in keys], group), strict=True))
+        self._of_first.clear()
 
 
 def recompute(method: Callable[..., Any], *inputs: Any) -> Any:
