@@ -9,10 +9,20 @@ import yaml
 
 from shardwright.calibrate import QUICK, Effort, calibrate
 from shardwright.calibrate.collectives import count_per_node, fit, meshes
-from shardwright.calibrate.compute import Series, as_device, is_crowded, measure_ops, slowest
+from shardwright.calibrate.compute import (
+    FRESH,
+    Series,
+    _sizes,
+    as_device,
+    is_crowded,
+    measure_attention,
+    measure_ops,
+    slowest,
+    slowest_attention,
+)
 from shardwright.calibrate.timing import seconds
 from shardwright.cli import main
-from shardwright.cluster import COLLECTIVES, KINDS, Curve, MeasuredCollective, load
+from shardwright.cluster import COLLECTIVES, KINDS, AttentionPrice, Curve, MeasuredCollective, load
 from shardwright.errors import ClusterError
 from shardwright.layout import Axis, Mesh
 
@@ -73,6 +83,32 @@ def test_a_measured_device_repeats_what_was_measured():
             )
             assert again == pytest.approx(time, rel=1e-2)
     assert max(value for item in device.efficiency if item.kind == "matmul" for _, value in item.curve.points) <= 1.001
+
+
+def test_products_and_functions_are_measured_as_they_train():
+    """Forward and backward, a pass of which takes a third and a half of the call."""
+    calls = {kind: next(_sizes(kind, torch.float32, torch.device("cpu"), TINY)) for kind in KINDS}
+    assert {kind: call.passes for kind, call in calls.items() if call.passes > 1} == {
+        "matmul": 3, "convolution": 3, "function": 2
+    }  # fmt: skip
+    for kind in ("matmul", "convolution"):
+        assert len(calls[kind].run()) == 2  # the gradients of both operands
+
+
+def test_pointwise_ops_are_measured_beyond_the_other_sizes():
+    largest = {
+        kind: max(call.size for call in _sizes(kind, torch.float32, torch.device("cpu"), TINY))
+        for kind in ("pointwise", "copy")
+    }
+    assert largest["pointwise"] / 3 >= FRESH * largest["copy"] / 2
+
+
+def test_attention_is_measured_with_masks_and_backward():
+    price = measure_attention(torch.device("cpu"), TINY)
+    assert price.causal != AttentionPrice().causal and price.backward != AttentionPrice().backward
+    assert price.masked > 0
+    slow = AttentionPrice(causal=0.1, backward=0.2, masked=9.0)
+    assert slowest_attention([price, slow]) == slow
 
 
 def test_a_link_is_fitted_to_the_smallest_ring():

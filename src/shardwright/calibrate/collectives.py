@@ -20,6 +20,7 @@ from ..runtime.world import Group, Groups, World
 from .timing import Effort, once, seconds
 
 SMALLEST = 1024  # bytes
+BUSY = 0.25  # part of the time that something else may have the cores
 MEETINGS = 30  # times that ranks meet to see what they lose
 
 
@@ -116,10 +117,17 @@ class Meeting:
     overlap     how much of an all_reduce is hidden by matmuls that run meanwhile: (C + G - both) / min(C, G)
     lost        seconds that ranks lose when they synchronize in a collective between kernels, in addition to its own
                 time: in a loop of collectives alone all ranks are there at once, between kernels one is always late
+    waiting     of the time of the kernels alone, the part in which something else had the cores
     """
 
     overlap: float
     lost: float
+    waiting: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something else ran on the machine, so that differences of times mean nothing."""
+        return self.waiting > BUSY
 
 
 def measure_meeting(world: World, effort: Effort) -> Meeting:
@@ -149,9 +157,13 @@ def measure_meeting(world: World, effort: Effort) -> Meeting:
         for run, measured in zip(runs, times, strict=True):
             measured.append(_all_agree(once(run, world.device), world))
     computing, communicating, after, together = (min(measured) for measured in times)
+    spent = _all_agree(min(once(compute, world.device, alone=True) for _ in range(3)), world)
+    waiting = 1.0 - min(1.0, spent / sorted(times[0])[len(times[0]) // 2])
+    if waiting > BUSY:
+        return Meeting(overlap=0.0, lost=0.0, waiting=waiting)
     hidden = (computing + communicating - together) / min(computing, communicating)
     lost = max(0.0, after - computing - communicating)
-    return Meeting(overlap=float(f"{min(max(hidden, 0.0), 1.0):.3g}"), lost=float(f"{lost:.3g}"))
+    return Meeting(overlap=float(f"{min(max(hidden, 0.0), 1.0):.3g}"), lost=float(f"{lost:.3g}"), waiting=waiting)
 
 
 def _message(seconds: float, group: Group, world: World, effort: Effort) -> torch.Tensor:

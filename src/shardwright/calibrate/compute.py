@@ -1,4 +1,4 @@
-"""Measures one device: products, attention, pointwise ops and copies, by size and dtype.
+"""Measures one device: products, attention, pointwise ops and copies, by size and dtype, as they run in training.
 
 All ranks measure at once, since in training they compete for the memory too; the slowest counts.
 """
@@ -6,8 +6,9 @@ All ranks measure at once, since in training they compete for the memory too; th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .timing import Effort, seconds
 
 HEADS, HEAD = 4, 64
 PRODUCTS = ("matmul", "attention", "convolution")
+FRESH = 4  # times that the operands of pointwise ops are larger than others, to get fresh pages
 ONCE: tuple[Kind, ...] = ("convolution", "function", "pooling", "copy")  # in float32 alone, for all dtypes
 
 
@@ -49,9 +51,9 @@ def measure_ops(
     for kind, dtype in series_of(effort):
         advance(f"{kind} {name_of(dtype)}")
         points = []
-        for size, run in _sizes(kind, dtype, device, effort):
-            time = seconds(run, device, effort, crowded=crowded)
-            points.append((size, time))
+        for call in _sizes(kind, dtype, device, effort):
+            time = seconds(call.run, device, effort, crowded=crowded)
+            points.append((call.size, time / call.passes))
             if time > effort.longest:
                 break
         efficiencies.append(Series(kind=kind, dtype=name_of(dtype), points=tuple(points)))
@@ -74,47 +76,113 @@ def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
     return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), *((kind, torch.float32) for kind in ONCE)]
 
 
-def _sizes(
-    kind: Kind, dtype: torch.dtype, device: torch.device, effort: Effort
-) -> Iterator[tuple[float, Callable[[], Tensor]]]:
-    """Ever larger calls, each with its flops (matmul, attention) or bytes."""
+def measure_attention(device: torch.device, effort: Effort, crowded: bool = False) -> AttentionPrice:
+    """How fused attention departs from its curve, which is of forward without a mask: causal, masked, backward."""
+    length = min(512, max(64, effort.largest // (4 * HEADS * HEAD)))
+    q, k, v = (torch.rand(1, HEADS, length, HEAD, device=device).requires_grad_() for _ in range(3))
+    mask, attend = torch.zeros(length, length, device=device), functional.scaled_dot_product_attention
+    gradient = torch.rand(1, HEADS, length, HEAD, device=device)
 
-    def make(*shape: int) -> Tensor:
-        return torch.rand(shape, device=device).to(dtype)
+    def train() -> object:
+        return torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)
 
-    length = 64
-    while True:
-        if kind == "matmul":
-            a, b = make(length, length), make(length, length)
-            largest, work = a.nbytes, 2.0 * length**3
-            yield work, lambda a=a, b=b: a @ b  # type: ignore[misc]
-        elif kind == "attention":
-            q, k, v = (make(1, HEADS, length, HEAD) for _ in range(3))
-            largest, work = q.nbytes, 4.0 * HEADS * HEAD * length**2
-            yield work, lambda q=q, k=k, v=v: functional.scaled_dot_product_attention(q, k, v)  # type: ignore[misc]
-        elif kind == "convolution":  # forward alone, as in the others
-            x, w = make(8, 64, length // 8, length // 8), make(64, 64, 3, 3)
-            largest, work = x.nbytes, 2.0 * 9 * 64 * x.numel()
-            yield work, lambda x=x, w=w: functional.conv2d(x, w, padding=1)  # type: ignore[misc]
-        elif kind == "pointwise":
-            x, y = make(length * length), make(length * length)
-            largest = x.nbytes
-            yield 3.0 * x.nbytes, lambda x=x, y=y: x + y  # type: ignore[misc]
-        elif kind == "function":
-            x = make(length * length)
-            largest = x.nbytes
-            yield 2.0 * x.nbytes, lambda x=x: functional.gelu(x)  # type: ignore[misc]
-        elif kind == "pooling":
-            x = make(1, 16, length // 4, length // 4)
-            largest = x.nbytes
-            yield 1.25 * x.nbytes, lambda x=x: functional.max_pool2d(x, 2)  # type: ignore[misc]
-        else:
-            x, y = make(length * length), make(length * length)
-            largest = x.nbytes
-            yield 2.0 * x.nbytes, lambda x=x, y=y: y.copy_(x)  # type: ignore[misc]
-        if largest >= effort.largest:
-            return
+    with torch.no_grad():
+        plain = seconds(lambda: attend(q, k, v), device, effort, crowded=crowded)
+        causal = seconds(lambda: attend(q, k, v, is_causal=True), device, effort, crowded=crowded)
+        masked = seconds(lambda: attend(q, k, v, mask), device, effort, crowded=crowded)
+    backward = max(seconds(train, device, effort, crowded=crowded) - plain, plain / 2)
+    usual = AttentionPrice()
+    seen = min(1.0, 0.5 + 0.5 * usual.diagonal / length)  # of a causal one: half, and the blocks on the diagonal
+    return AttentionPrice(
+        causal=_rounded(seen * plain / causal), backward=_rounded(2.5 * plain / backward),
+        masked=_rounded(masked / plain),
+    )  # fmt: skip
+
+
+def slowest_attention(ranks: Sequence[AttentionPrice]) -> AttentionPrice:
+    """The attention of all ranks as one."""
+    return AttentionPrice(
+        causal=min(price.causal for price in ranks), backward=min(price.backward for price in ranks),
+        masked=max(price.masked for price in ranks),
+    )  # fmt: skip
+
+
+class SizedCall(NamedTuple):
+    """A call that does so much: flops (of a product) or bytes, each of so many passes."""
+
+    size: float
+    run: Callable[[], object]
+    passes: float = 1.0
+
+
+def _sizes(kind: Kind, dtype: torch.dtype, device: torch.device, effort: Effort) -> Iterator[SizedCall]:
+    """Ever larger calls.
+
+    Products and functions are measured as they train: forward and backward, whose passes are priced alike. What a
+    pointwise op writes is allocated anew each time; beyond some size a CPU gets fresh pages for it, which is why its
+    sizes grow further.
+    """
+    length, largest = 64, 0
+    while largest < effort.largest * (FRESH if kind == "pointwise" else 1):
+        call, largest = _CALLS[kind](length, lambda *shape: torch.rand(shape, device=device).to(dtype))
+        yield call
         length *= 2
+
+
+Make = Callable[..., Tensor]
+
+
+def _trained(forward: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], object]:
+    """Forward and backward of a call, to the gradients of all inputs."""
+    for tensor in inputs:
+        tensor.requires_grad_()
+    gradient = torch.ones_like(forward())
+    return lambda: torch.autograd.grad(forward(), inputs, gradient)
+
+
+def _matmul(length: int, make: Make) -> tuple[SizedCall, int]:
+    x, w = make(length, length), make(length, length)
+    run = _trained(lambda: functional.linear(x, w), x, w)
+    return SizedCall(2.0 * length**3, run, passes=3.0), x.nbytes
+
+
+def _attention(length: int, make: Make) -> tuple[SizedCall, int]:
+    q, k, v = (make(1, HEADS, length, HEAD) for _ in range(3))
+    work = 4.0 * HEADS * HEAD * length**2
+    return SizedCall(work, lambda: functional.scaled_dot_product_attention(q, k, v)), q.nbytes
+
+
+def _convolution(length: int, make: Make) -> tuple[SizedCall, int]:
+    x, w = make(8, 64, length // 8, length // 8), make(64, 64, 3, 3)
+    run = _trained(lambda: functional.conv2d(x, w, padding=1), x, w)
+    return SizedCall(2.0 * 9 * 64 * x.numel(), run, passes=3.0), x.nbytes
+
+
+def _pointwise(length: int, make: Make) -> tuple[SizedCall, int]:
+    x, y = make(length * length).requires_grad_(), make(length * length)
+    return SizedCall(3.0 * x.nbytes, lambda: x + y), x.nbytes
+
+
+def _function(length: int, make: Make) -> tuple[SizedCall, int]:
+    """Two passes: forward reads and writes, backward reads twice and writes."""
+    x = make(length * length)
+    return SizedCall(2.5 * x.nbytes, _trained(lambda: functional.gelu(x), x), passes=2.0), x.nbytes
+
+
+def _pooling(length: int, make: Make) -> tuple[SizedCall, int]:
+    x = make(1, 16, length // 4, length // 4)
+    return SizedCall(1.25 * x.nbytes, lambda: functional.max_pool2d(x, 2)), x.nbytes
+
+
+def _copy(length: int, make: Make) -> tuple[SizedCall, int]:
+    x, y = make(length * length), make(length * length)
+    return SizedCall(2.0 * x.nbytes, lambda: y.copy_(x)), x.nbytes
+
+
+_CALLS: dict[Kind, Callable[[int, Make], tuple[SizedCall, int]]] = {
+    "matmul": _matmul, "attention": _attention, "convolution": _convolution, "pointwise": _pointwise,
+    "function": _function, "pooling": _pooling, "copy": _copy,
+}  # fmt: skip
 
 
 def slowest(ranks: list[tuple[Series, ...]]) -> tuple[Series, ...]:
@@ -128,7 +196,13 @@ def slowest(ranks: list[tuple[Series, ...]]) -> tuple[Series, ...]:
     return tuple(times)
 
 
-def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, edge: float = 0.0) -> Device:
+def as_device(
+    device: torch.device,
+    measured: tuple[Series, ...],
+    sharing: int,
+    edge: float = 0.0,
+    attention: AttentionPrice | None = None,
+) -> Device:
     """The measurements as a device. Peaks are those of the catalogue if it has the device, else the best seen."""
     known = known_device(device)
     flops: dict[str, float] = dict(known.flops) if known else {}
@@ -152,8 +226,8 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
         bandwidth=bandwidth,
         efficiency=tuple(efficiency),
         edge=edge,
-        # short sequences are in the curve; the rest was not measured
-        attention=replace(known.attention, short=0.0) if known else AttentionPrice(),
+        # short sequences are in the curve
+        attention=attention or (replace(known.attention, short=0.0) if known else AttentionPrice()),
         overlap=known.overlap if known else USUAL_OVERLAP,
     )
 

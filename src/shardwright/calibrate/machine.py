@@ -37,7 +37,7 @@ from ..runtime.world import World, cache_folder, shares_memory
 from .measuring import measure
 from .timing import BRIEF, Effort
 
-VERSION = 1
+VERSION = 2
 """Of what is measured: a file of another version is measured again."""
 
 LARGEST = 2**18  # bytes of a file of the cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,23 @@ from ..cluster.catalogue import USUAL, inside, usual_network
 from ..runtime.collectives import objects
 from ..runtime.world import World
 from .collectives import Meeting, fit, kinds_in, measure_collectives, measure_meeting, meshes
-from .compute import as_device, is_crowded, measure_edge, measure_ops, series_of, slowest
+from .compute import (
+    as_device,
+    is_crowded,
+    measure_attention,
+    measure_edge,
+    measure_ops,
+    series_of,
+    slowest,
+    slowest_attention,
+)
 from .timing import Effort
+
+IS_BUSY = (
+    "the machine was busy while it was measured: other processes had the cores {:.0f} % of the time, so that "
+    "collectives look slower than they are; measure again on a quiet machine (shardwright calibrate, or delete the "
+    "cached file)"
+)
 
 
 def measure(world: World, per_node: int, effort: Effort, title: str = "") -> Cluster:
@@ -33,10 +49,14 @@ def measure(world: World, per_node: int, effort: Effort, title: str = "") -> Clu
             objects.all_gather_objects(measure_ops(world.device, effort, advance, crowded), "times of ops")
         )
         edge = max(objects.all_gather_objects(measure_edge(world.device, series, effort, crowded), "times of edges"))
+        own = measure_attention(world.device, effort, crowded)
+        attention = slowest_attention(objects.all_gather_objects(own, "times of attention"))
         measured = measure_collectives(world, per_node, effort, advance)
         meeting = measure_meeting(world, effort) if world.size > 1 else Meeting(overlap=math.nan, lost=0.0)
+    if meeting.is_busy and world.rank == 0:
+        warnings.warn(IS_BUSY.format(100 * meeting.waiting), UserWarning, stacklevel=2)
     sharing = per_node if world.device.type == "cpu" else 1
-    device = as_device(world.device, series, sharing, edge)
+    device = as_device(world.device, series, sharing, edge, attention)
     usual = device.name if device.name in USUAL else "cpu"  # whose links stand for what could not be measured
     node = Node(
         device=device,
