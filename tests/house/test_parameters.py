@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from .source import SRC, files
+from .source import SRC, files, nodes
 
 MOST = 8
 
@@ -15,7 +15,8 @@ ALLOWED = {
     "parallelize.py:parallelize": (14, "public: the common options are flat"),
     "data/loader.py:loader": (13, "public: the arguments of a DataLoader"),
     "runtime/algorithms/chunked_losses.py:linear_cross_entropy": (
-        18, "called by generated code, with the arguments of two functions of torch",
+        18,
+        "called by generated code, with the arguments of two functions of torch",
     ),
     "runtime/algorithms/losses.py:cross_entropy": (12, "called by generated code, with the arguments of torch"),
     "runtime/algorithms/context_attention.py:context_attention": (14, "called by generated code, by keywords"),
@@ -35,7 +36,7 @@ def many(root: Path) -> dict[str, int]:
     """The functions below root with more than MOST parameters, and how many they have."""
     counts = {}
     for path in files(root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = node.args
                 names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]

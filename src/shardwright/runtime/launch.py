@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardwright.errors import InputError, RankError
 
-from . import world
+from . import accelerator, world
 from .agent import end_with
 from .faults.watch import is_secondary_failure
 
@@ -68,8 +68,8 @@ def launch(
     Arguments and results are copied. Ranks start with torch's default settings and without what `fn` does not refer to.
     """
     world.refuse_inside("sw.launch")
-    kind = device or world.device_type()
-    most = world.device_count(kind)
+    kind = device or accelerator.kind()
+    most = accelerator.count_of(kind)
     if ranks < 1 or (most is not None and ranks > most):
         there = f", and there are {most} devices of type {kind}" if most is not None else ""
         raise InputError(f'ranks={ranks}{there}; start at least one, or pass device="cpu" for more ranks than devices')

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,11 +29,13 @@ from torch.distributed.rendezvous import rendezvous
 from shardwright.errors import InputError, LayoutError, RankError
 from shardwright.layout import Mesh
 
+from . import accelerator
 from .agent import end_with_agent
 from .attempt import agree_on_attempt
 from .slurm import joined_by_srun
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_IN_ONE_PROCESS = ("threaded", "fake")  # backends whose ranks are no processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +54,17 @@ def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
         os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        kind = device_type()
-        _take_device(kind)
-        _join(backend_for(kind), wait)
+        device = accelerator.device_of(_local_rank())
+        accelerator.select(device)
+        _join(accelerator.backend_for(device.type), wait)
     return here()
 
 
 def join(store: Store, rank: int, size: int, device: str, timeout: float | None = None) -> None:
     """Join ranks of this machine that meet at a store, each on its device of a type. For launchers (`launch.py`)."""
-    _take_device(device)
+    accelerator.select(accelerator.device_of(_local_rank(), device))
     wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
-    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=wait)
+    dist.init_process_group(accelerator.backend_for(device), store=store, rank=rank, world_size=size, timeout=wait)
 
 
 def variables_of(rank: int, size: int, host: str, port: int) -> dict[str, str]:
@@ -92,26 +95,6 @@ def refuse_inside(caller: str) -> None:
         )
 
 
-def device_type() -> str:
-    """The type of devices that ranks of this machine run on: the accelerator's, or "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_count(kind: str) -> int | None:
-    """How many devices of a type this machine has; None where ranks can share one."""
-    return None if kind == "cpu" else torch.get_device_module(kind).device_count()
-
-
-def _take_device(kind: str) -> None:
-    if kind != "cpu":
-        torch.get_device_module(kind).set_device(_local_rank())
-
-
-def backend_for(device: str) -> str:
-    """The backend for devices of a type; small objects always go over the CPU."""
-    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
-
-
 def _join(backend: str, wait: timedelta) -> None:
     """Join the other ranks of this attempt.
 
@@ -135,14 +118,31 @@ def here() -> World:
 
 
 def _device(alone: bool) -> torch.device:
-    if torch.cuda.is_available() and (alone or "nccl" in str(dist.get_backend_config())):
-        return torch.device("cuda", _local_rank())
+    if alone or accelerator.has_backend(accelerator.kind()):
+        return accelerator.device_of(_local_rank())
     return torch.device("cpu")
 
 
 def shares_memory() -> bool:
     """Whether ranks of one machine may communicate over shared memory (see `collectives/process_group.py`)."""
     return os.environ.get("SHARDWRIGHT_SHARED_MEMORY", "1") != "0"
+
+
+def calibrates() -> bool:
+    """Whether `plan="auto"` may measure the machine that it runs on (see `calibrate/machine.py`)."""
+    return os.environ.get("SHARDWRIGHT_CALIBRATE", "1") != "0"
+
+
+def cache_folder() -> Path:
+    """Where measurements of this machine are kept."""
+    named = os.environ.get("SHARDWRIGHT_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwright"
+
+
+def ranks_per_node(size: int) -> int:
+    """How many ranks each machine has, as torchrun or srun say; all of them, if they say nothing that divides them."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return local if size % local == 0 else size
 
 
 def compare_every() -> int:
@@ -284,7 +284,7 @@ def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     world_group = dist.group.WORLD if dist.is_initialized() else None
     if world_group is None or dist.get_world_size() == 1:
         return None
-    if not any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl")):
+    if any(name in str(dist.get_backend_config()) for name in _IN_ONE_PROCESS):
         return world_group
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout or timeout_of(world_group))
     return group
