@@ -52,6 +52,7 @@ MAY_IMPORT = {
     ),
     "checkpoint": "errors formats runtime",
     "ema": "errors runtime",
+    "initialization": "errors capture runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime",
     "register": "errors ir rules ops capture probe runtime verify",
