@@ -132,9 +132,9 @@ def mixtral() -> Case:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128}
     config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
     idx = torch.randint(4096, (8, 128))
-    made = MixtralForCausalLM(config)
-    made.set_experts_implementation("eager")
-    return made, (idx,), {"labels": idx.clone(), "use_cache": False}
+    built = MixtralForCausalLM(config)
+    built.set_experts_implementation("eager")
+    return built, (idx,), {"labels": idx.clone(), "use_cache": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +164,24 @@ def ranks_of(plan: str) -> int:
 def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
     """What rank 0 of a run of a model under a plan has allocated."""
     for _ in range(3):
-        found: list[Measured] = run_processes(ranks_of(plan), measure_here, name, plan, timeout=timeout)
-        if found[0].complete:
-            return found[0]
+        results: list[Measured] = run_processes(ranks_of(plan), measure_here, name, plan, timeout=timeout)
+        if results[0].complete:
+            return results[0]
     raise RuntimeError(f"{name} under {plan}: the profiler missed releases three times; is the machine busy?")
 
 
 def predict(name: str, plan: str) -> MemoryPeak:
     """What the model of memory says."""
     analysis = analysed(name)
-    made = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
-    return simulate_memory(lower(analysis.graph, made, analysis), TrainingSetup(optimizer="adamw"))
+    planned = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
+    return simulate_memory(lower(analysis.graph, planned, analysis), TrainingSetup(optimizer="adamw"))
 
 
 @cache
 def analysed(name: str) -> Analysis:
     module, args, kwargs = MODELS[name]()
-    found = capture(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
-    return analyse(found.graph, probing(found.functions))
+    captured = capture(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    return analyse(captured.graph, probing(captured.functions))
 
 
 def measure_here(rank: int, name: str, plan: str) -> Measured:
@@ -219,15 +219,15 @@ def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = 
     events = profile.profiler.kineto_results.events()
     begins = {name: max(e.start_ns() for e in events if e.name() == name) for name in ("forward", "backward", "update")}
     most = dict.fromkeys(begins, 0)
-    held = before = start
+    stored = before = start
     for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        held += change
+        stored += change
         now = [name for name, begin in begins.items() if when >= begin]
         if now:
-            most[now[-1]] = max(most[now[-1]], held)
+            most[now[-1]] = max(most[now[-1]], stored)
         else:
-            before = held
-    return Measured(before, **most, after=held)
+            before = stored
+    return Measured(before, **most, after=stored)
 
 
 class Patient:
@@ -268,22 +268,22 @@ def patient() -> Iterator[None]:
 
 def alive() -> dict[int, int]:
     """The bytes of every storage that some tensor in this process has, but for memory that ranks share."""
-    found: dict[int, int] = {}
-    for held in gc.get_objects():
-        if issubclass(type(held), Tensor) and not isinstance(held, FakeTensor) and held.device.type == "cpu":
-            storage = Tensor.untyped_storage(held)
+    by_name: dict[int, int] = {}
+    for value in gc.get_objects():
+        if issubclass(type(value), Tensor) and not isinstance(value, FakeTensor) and value.device.type == "cpu":
+            storage = Tensor.untyped_storage(value)
             if storage.resizable():  # else torch did not allocate it
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                by_name[storage.data_ptr()] = storage.nbytes()
+    return by_name
 
 
 def row(name: str, plan: str) -> tuple[str, ...]:
-    found, truth = predict(name, plan), measure(name, plan)
-    off = found.peak / truth.peak - 1
-    parts = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers, found.inputs)
+    actual, truth = predict(name, plan), measure(name, plan)
+    off = actual.peak / truth.peak - 1
+    parts = (actual.parameters, actual.gradients, actual.optimizer, actual.activations, actual.buffers, actual.inputs)
     colour = "green" if abs(off) <= GOAL else "red"
-    where = f"{found.at[1]}, {found.at[0]}"
-    return name, plan, mib(found.peak), mib(truth.peak), f"[{colour}]{off:+.1%}", *map(mib, parts), where
+    where = f"{actual.at[1]}, {actual.at[0]}"
+    return name, plan, mib(actual.peak), mib(truth.peak), f"[{colour}]{off:+.1%}", *map(mib, parts), where
 
 
 def mib(size: float) -> str:

@@ -25,7 +25,7 @@ def silent_tp(work: Workload) -> Contender:
     communicating, whole = process_group.all_reduce, ours("tp=2")(work)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        process_group.all_reduce = lambda *given: process_group.DONE  # type: ignore[assignment]
+        process_group.all_reduce = lambda *value: process_group.DONE  # type: ignore[assignment]
         try:
             return whole.step(x, y)
         finally:

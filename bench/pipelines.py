@@ -48,9 +48,9 @@ class Untied(Workload):
     """The GPT with a head of its own."""
 
     def model(self) -> GPT:
-        made = super().model()
-        made.head.weight = nn.Parameter(made.head.weight.detach().clone())
-        return made
+        output = super().model()
+        output.head.weight = nn.Parameter(output.head.weight.detach().clone())
+        return output
 
 
 class Run(nn.Module):
@@ -90,8 +90,8 @@ def peer(kind: str, work: Workload, microbatches: int) -> Contender:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        given = {"target": y, "losses": losses} if rank == last else {}
-        schedule.step(*([x] if 0 in mine else []), **given)
+        inputs = {"target": y, "losses": losses} if rank == last else {}
+        schedule.step(*([x] if 0 in mine else []), **inputs)
         optimizer.step()
         optimizer.zero_grad()
         loss = torch.stack(losses).mean().detach() if rank == last else torch.zeros(())
@@ -110,28 +110,28 @@ def ours(kind: str, work: Workload, microbatches: int) -> Contender:
     return Contender(name=f"ours {kind}", step=training_step(model, optimizer, rows=False))
 
 
-def _rank(rank: int, asked: argparse.Namespace, work: Workload, folder: str) -> None:
+def _rank(rank: int, options: argparse.Namespace, work: Workload, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(Path(folder) / "store"), asked.ranks), rank=rank, world_size=asked.ranks
+        "gloo", store=dist.FileStore(str(Path(folder) / "store"), options.ranks), rank=rank, world_size=options.ranks
     )
     makers: tuple[Callable[[str, Workload, int], Contender], ...] = (ours, peer)
-    made = [make(kind, work, asked.microbatches) for kind in asked.kinds.split(",") for make in makers]
-    contenders = {contender.name: contender for contender in made}
+    values = [make(kind, work, options.microbatches) for kind in options.kinds.split(",") for make in makers]
+    contenders = {contender.name: contender for contender in values}
     check_agreement(contenders, work)
     with Progress(disable=rank != 0, transient=True) as bar:
-        task = bar.add_task(work.name, total=asked.rounds + 1)
-        times = race(contenders, work, rounds=asked.rounds, steps=2, progress=lambda: bar.advance(task))
+        task = bar.add_task(work.name, total=options.rounds + 1)
+        times = race(contenders, work, rounds=options.rounds, steps=2, progress=lambda: bar.advance(task))
     if rank == 0:
-        Console().print(table_of(times, asked, work))
+        Console().print(table_of(times, options, work))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table_of(times: Times, asked: argparse.Namespace, work: Workload) -> Table:
-    title = f"{work.name}, {asked.ranks} ranks, {asked.microbatches} microbatches"
+def table_of(times: Times, options: argparse.Namespace, work: Workload) -> Table:
+    title = f"{work.name}, {options.ranks} ranks, {options.microbatches} microbatches"
     table = Table("schedule", "ours", "torch", "torch / ours", "spread", title=title)
-    for kind in asked.kinds.split(","):
+    for kind in options.kinds.split(","):
         a, b = f"ours {kind}", f"torch {kind}"
         ratio = ratio_of(times, b, a)
         table.add_row(
@@ -148,11 +148,11 @@ def main() -> None:
     parser.add_argument("--d", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--kinds", default="1f1b,zb")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    work = Untied(name=f"GPT {asked.layers} layers, d={asked.d}", d=asked.d, n_layer=asked.layers, batch=16)
+    work = Untied(name=f"GPT {options.layers} layers, d={options.d}", d=options.d, n_layer=options.layers, batch=16)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(asked, work, folder), nprocs=asked.ranks)
+        mp.spawn(_rank, args=(options, work, folder), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -125,6 +126,23 @@ def _device(alone: bool) -> torch.device:
 def shares_memory() -> bool:
     """Whether ranks of one machine may communicate over shared memory (see `collectives/process_group.py`)."""
     return os.environ.get("SHARDWRIGHT_SHARED_MEMORY", "1") != "0"
+
+
+def calibrates() -> bool:
+    """Whether `plan="auto"` may measure the machine that it runs on (see `calibrate/machine.py`)."""
+    return os.environ.get("SHARDWRIGHT_CALIBRATE", "1") != "0"
+
+
+def cache_folder() -> Path:
+    """Where measurements of this machine are kept."""
+    named = os.environ.get("SHARDWRIGHT_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwright"
+
+
+def ranks_per_node(size: int) -> int:
+    """How many ranks each machine has, as torchrun or srun say; all of them, if they say nothing that divides them."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return local if size % local == 0 else size
 
 
 def compare_every() -> int:
