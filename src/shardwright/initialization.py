@@ -147,7 +147,7 @@ class _Step:
     overwrites: frozenset[int]
 
 
-_FILLS = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_"})
+_FILLS = frozenset("normal uniform fill zero copy bernoulli exponential random".split())  # in place, of all elements
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = {_storage(tensor) for tensor in mutated} | fresh
         if writes:  # else it is a view, or says something about a tensor
             others = {_storage(tensor) for tensor in fakes if not any(tensor is other for other in mutated)}
-            filled = {_storage(tensor) for tensor in mutated if _name(func) in _FILLS and _is_all(tensor)}
+            filled = {_storage(tensor) for tensor in mutated if _is_fill(func) and _is_all(tensor)}
             overwrites = fresh | (filled - others)
             places = list(map(_Place.of, results))
             self.steps.append(
@@ -227,8 +227,9 @@ def _recorded(module: nn.Module, init: Init, fakes: FakeTensorMode) -> list[_Ste
     return recorder.steps
 
 
-def _name(func: Any) -> str:
-    return str(func._schema.name).rpartition("::")[2]
+def _is_fill(func: Any) -> bool:
+    name = str(func._schema.name).rpartition("::")[2]
+    return name.endswith("_") and name[:-1] in _FILLS
 
 
 def _tensors(values: Any) -> list[Tensor]:
