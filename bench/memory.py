@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from tests.models.transformer import Transformer, TransformerConfig
 from tests.models.zoo import loss_of
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity
 
 import shardwright as sw
@@ -48,6 +49,8 @@ from shardwright.runtime.launch import run_processes
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 MODELS: dict[str, Callable[[], Case]] = {}
+WITHOUT_STORAGE = (FakeTensor, DTensor)  # of their own
+Result = TypeVar("Result")
 PATIENCE = 0.02
 GOAL = 0.10
 PLANS = ("single", "dp=2", "tp=2", "sp=2", "zero1=2", "zero2=2", "zero3=2", "dp=2,tp=2", "zero3=2,tp=2")
@@ -191,17 +194,18 @@ def measure_here(rank: int, name: str, plan: str) -> Measured:
 
 def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = None, **options: Any) -> Measured:
     """The same for what `make` returns; `options` are those of parallelize, `outputs` that of CompileOptions."""
-    others = alive()  # of what this process did before
-    module, args, kwargs = make()
-    optimizer = torch.optim.AdamW(module.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        compiled, optimizer = sw.parallelize(
-            module, optimizer, example=(args, kwargs), plan=plan,
-            compile=sw.CompileOptions(directory=folder, outputs=outputs), **options,
-        )  # fmt: skip
-    del module
-    gc.collect()
-    start = sum(size for address, size in alive().items() if address not in others)
+
+    def compile() -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
+        module, args, kwargs = make()
+        optimizer = torch.optim.AdamW(module.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            directory = sw.CompileOptions(directory=folder, outputs=outputs)
+            made = sw.parallelize(
+                module, optimizer, example=(args, kwargs), plan=plan, compile=directory, **options
+            )  # fmt: skip
+        return *made, args, kwargs
+
+    (compiled, optimizer, args, kwargs), start = alive_after(compile)
 
     def step() -> None:
         with torch.profiler.record_function("forward"):
@@ -213,14 +217,14 @@ def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = 
             optimizer.step()
             optimizer.zero_grad()
 
-    with patient(), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+    with patient(), recorded() as profile:
         step()
         step()
     events = profile.profiler.kineto_results.events()
     begins = {name: max(e.start_ns() for e in events if e.name() == name) for name in ("forward", "backward", "update")}
     most = dict.fromkeys(begins, 0)
     stored = before = start
-    for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+    for when, change in changes(profile):
         stored += change
         now = [name for name, begin in begins.items() if when >= begin]
         if now:
@@ -228,6 +232,46 @@ def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = 
         else:
             before = stored
     return Measured(before, **most, after=stored)
+
+
+def recorded() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def changes(profile: torch.profiler.profile) -> list[tuple[int, int]]:
+    """When the memory that torch holds has changed, and by how many bytes."""
+    events = profile.profiler.kineto_results.events()
+    return sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+
+
+def alive_after(make: Callable[[], Result]) -> tuple[Result, int]:
+    """What `make` returns, and the bytes of the tensors that are there since then: for what Python holds."""
+    others = alive()  # of what this process did before
+    result = make()
+    gc.collect()
+    return result, sum(size for address, size in alive().items() if address not in others)
+
+
+def allocated_by(make: Callable[[], Result]) -> tuple[Result, int]:
+    """What `make` returns, and the bytes it allocated and has not released, which C++ may hold, as DDP's buckets."""
+    with recorded() as profile:
+        result = make()
+        gc.collect()
+    return result, sum(change for _, change in changes(profile))
+
+
+def peak_of_step(start: int, step: Callable[[], object]) -> int:
+    """The most that torch holds in the second step of something that holds `start` bytes before the first."""
+    with patient(), recorded() as profile:
+        step()
+        with torch.profiler.record_function("measured"):
+            step()
+    begin = next(e.start_ns() for e in profile.profiler.kineto_results.events() if e.name() == "measured")
+    stored = most = start
+    for when, change in changes(profile):
+        stored += change
+        most = max(most, stored) if when >= begin else stored
+    return most
 
 
 class Patient:
@@ -268,13 +312,13 @@ def patient() -> Iterator[None]:
 
 def alive() -> dict[int, int]:
     """The bytes of every storage that some tensor in this process has, but for memory that ranks share."""
-    by_name: dict[int, int] = {}
+    by_address: dict[int, int] = {}
     for value in gc.get_objects():
-        if issubclass(type(value), Tensor) and not isinstance(value, FakeTensor) and value.device.type == "cpu":
+        if issubclass(type(value), Tensor) and not isinstance(value, WITHOUT_STORAGE) and value.device.type == "cpu":
             storage = Tensor.untyped_storage(value)
             if storage.resizable():  # else torch did not allocate it
-                by_name[storage.data_ptr()] = storage.nbytes()
-    return by_name
+                by_address[storage.data_ptr()] = storage.nbytes()
+    return by_address
 
 
 def row(name: str, plan: str) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from examples.gpt import GPT
 from rich.console import Console
 from rich.progress import Progress
@@ -34,17 +33,21 @@ from torch.distributed.pipelining.schedules import (
 
 import shardwright as sw
 
+from .models import loss_of_logits
 from .peers import Contender, training_step
 from .race import Times, check_agreement, race, ratio_of
-from .workload import Workload, optimizer_of
+from .stages import STAGES
+from .workload import GPTWorkload, Workload, optimizer_of
 
 PAIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
          "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble}  # fmt: skip
+MICROBATCHES = 4
+"""Of a pipeline in the race of models."""
 CHUNKS = {"interleaved": 2, "zbv": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Untied(Workload):
+class Untied(GPTWorkload):
     """The GPT with a head of its own."""
 
     def model(self) -> GPT:
@@ -53,38 +56,15 @@ class Untied(Workload):
         return output
 
 
-class Run(nn.Module):
-    """Some blocks of a GPT, with the embeddings if they are the first, and the head if they are the last."""
-
-    def __init__(self, model: GPT, start: int, end: int) -> None:
-        super().__init__()
-        self.blocks = model.blocks[start:end]
-        self.enter = nn.ModuleList([model.wte, model.wpe]) if start == 0 else None
-        self.leave = nn.ModuleList([model.ln, model.head]) if end == len(model.blocks) else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.enter is not None:
-            x = self.enter[0](x) + self.enter[1](torch.arange(x.size(1)))
-        for block in self.blocks:
-            x = block(x)
-        if self.leave is not None:
-            x = self.leave[1](self.leave[0](x))
-        return x
-
-
-def loss_of(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
 def peer(kind: str, work: Workload, microbatches: int) -> Contender:
     rank, world, chunks = dist.get_rank(), dist.get_world_size(), CHUNKS.get(kind, 1)
     model, count = work.model(), world * chunks
-    each = work.n_layer // count
+    each = len(work.layers(model)) // count
     mine = [rank, 2 * world - 1 - rank] if kind == "zbv" else [rank + world * at for at in range(chunks)]
-    runs = [Run(model, at * each, (at + 1) * each) for at in mine]
+    runs = [STAGES[work.kind](model, at * each, (at + 1) * each) for at in mine]
     stages = [PipelineStage(run, at, count, torch.device("cpu")) for run, at in zip(runs, mine, strict=True)]
     single = kind in ("gpipe", "1f1b")
-    schedule = PAIRS[kind](stages[0] if single else stages, microbatches, loss_fn=loss_of)
+    schedule = PAIRS[kind](stages[0] if single else stages, microbatches, loss_fn=loss_of_logits)
     optimizer = optimizer_of(nn.ModuleList(runs))
     last = 0 if kind == "zbv" else world - 1
 
