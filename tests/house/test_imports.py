@@ -52,6 +52,7 @@ MAY_IMPORT = {
     ),
     "checkpoint": "errors formats runtime",
     "ema": "errors runtime",
+    "initialization": "errors capture runtime",
     "data": "errors runtime",
     "calibrate": "errors formats layout cluster runtime",
     "doctor": "errors capture runtime verify parallelize",

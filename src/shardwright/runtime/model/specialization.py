@@ -131,7 +131,8 @@ class RankState:
             some = ", ".join(sorted(self.empty)[:4])
             raise InputError(
                 f"{len(self.empty)} parameters were on meta and have no values yet ({some}); load them first: "
-                "shardwright.checkpoint.load_weights(path, model), sw.load, or model.load_state_dict"
+                "shardwright.checkpoint.load_weights(path, model), sw.load, or model.load_state_dict; or draw them: "
+                "shardwright.initialization.initialize(model, seed=0)"
             )
 
 
