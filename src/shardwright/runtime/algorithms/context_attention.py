@@ -91,7 +91,7 @@ def _in_four_dims(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     """Attention without a batch or heads, or with more dims before them: kernels take [B, heads, S, E]."""
     if query.dim() < 3:
         return _in_four_dims(query[None], key[None], value[None], call)[0]
-    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))  # type: ignore[no-untyped-call]
 
     def flat(x: Tensor) -> Tensor:
         return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])

@@ -58,13 +58,15 @@ def batch_norm(
         y, mean, var = batch_norm_of_rank(x, weight, bias, running_mean, running_var, momentum, eps)
         if mean is None or var is None:
             return y, mean, var
-        return y, *of_first_rank([mean, var], group)
+        mean, var = of_first_rank([mean, var], group)
+        return y, mean, var
     if group is None or group.process_group is None:
         return batch_norm_of_rank(x, weight, bias, running_mean, running_var, momentum, eps)
-    statistics = values, mean, var = _statistics(_wide(x.detach()), group)
-    y: Tensor = _Normalize.apply(x, weight, bias, statistics, group, eps)  # type: ignore[no-untyped-call]
-    unbiased = var * (values / (values - 1))
-    return y, _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
+    statistics = _statistics(_wide(x.detach()), group)
+    y = _Normalize.apply(x, weight, bias, statistics, group, eps)  # type: ignore[no-untyped-call]
+    values, batch_mean, batch_var = statistics
+    unbiased = batch_var * (values / (values - 1))
+    return y, _moved(running_mean, batch_mean, momentum), _moved(running_var, unbiased, momentum)
 
 
 def _moved(buffer: Tensor | None, seen: Tensor, momentum: float | None) -> Tensor | None:
@@ -79,7 +81,7 @@ def of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
         return list(tensors)
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     first = comm.all_gather(flat.unsqueeze(0), 0, group)[0]
-    parts = first.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(first, [tensor.numel() for tensor in tensors])
     return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
