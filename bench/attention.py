@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.rules import without_stripes
-from shardwright.verify.ranks import run_processes
+from shardwright.runtime.launch import run_processes
 
 from .memory import Case, measure_case
 from .peers import Contender, training_step

@@ -29,7 +29,7 @@ from shardwright.plan.lowering import lower
 from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan, only_scalars
 from shardwright.rules import Analysis, analyse
-from shardwright.verify.ranks import run_processes
+from shardwright.runtime.launch import run_processes
 
 CLASSES, BATCH, LENGTH, WIDTH, LAYERS = 32768, 4, 256, 256, 2
 PLANS = ("single", "dp=2", "tp=2", "zero3=2")

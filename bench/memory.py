@@ -44,7 +44,7 @@ from shardwright.plan.request import PlanRequest
 from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
-from shardwright.verify.ranks import run_processes
+from shardwright.runtime.launch import run_processes
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 MODELS: dict[str, Callable[[], Case]] = {}

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import shardwright as sw
 from shardwright.plan import Plan
-from shardwright.verify.ranks import run_processes
+from shardwright.runtime.launch import run_processes
 
 from .memory import GOAL, MODELS, Measured, measure_case, mib
 

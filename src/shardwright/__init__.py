@@ -7,6 +7,7 @@ from .parallelize import parallelize, plan
 from .register import register_op
 from .rehearse import rehearse
 from .report import diff, explain
+from .runtime.launch import launch
 from .train import Trainer
 from .verify import verify
 
@@ -17,6 +18,7 @@ __all__ = [
     "diff",
     "experts",
     "explain",
+    "launch",
     "load",
     "opaque",
     "parallelize",

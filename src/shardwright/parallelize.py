@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .calibrate import measured_cluster
 from .capture import CapturedGraph, MaskFacts, capture, cast, casting, find_opaque
+from .cluster import Cluster, quantity
 from .cluster import find as find_cluster
-from .cluster import quantity
 from .compile import Compiler, CompilerSettings, copy_to_meta, with_unbatched
 from .compiled_parts import replace_parts
 from .cost import TrainingSetup
@@ -39,7 +40,7 @@ from .plan import Plan
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
 from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
 from .plan.search_options import Progress, SearchOptions
-from .planning import cluster_for, cluster_here, make_plan, only_scalars, training_of
+from .planning import cluster_for, cluster_here, in_catalogue, make_plan, only_scalars, training_of
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
@@ -48,7 +49,7 @@ from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
 from .runtime.model.reduction import LossReduction
 from .runtime.optimizer.adopt import Optimizers, several
-from .runtime.world import start
+from .runtime.world import World, calibrates, start
 from .wrapping import check_optimizers, unwrapped
 
 
@@ -67,7 +68,8 @@ def parallelize(
     plan        "auto", a plan string such as "dp=2,tp=2", a Plan, the path of a plan file, or a
                 function (graph, number of devices) -> Plan.
     cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
-                shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
+                shardwright calibrate), "auto": the devices of this run, measured once (see docs/clusters.md), or
+                "catalogue": as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
     constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
@@ -96,7 +98,7 @@ def parallelize(
     )  # fmt: skip
     request = PlanRequest(source=source, options=search)
     if cluster != "auto" or (request.searches and options.parts is None):
-        priced_on = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
+        priced_on = cluster_of_run(cluster, world)
         training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
         request = replace(request, cluster=priced_on, training=training)
     settings = CompilerSettings(
@@ -110,6 +112,14 @@ def parallelize(
         return model if optimizer is None else (model, optimizer)
     compiled = _make_model(model, Compiler(model, optimizer, world, settings), example)
     return compiled if optimizer is None else (compiled, optimizer)
+
+
+def cluster_of_run(cluster: str | Path, world: World) -> Cluster:
+    """The cluster that a run is planned for. All ranks must call it: the first "auto" on a machine measures it."""
+    if cluster not in ("auto", "catalogue"):
+        return find_cluster(cluster)
+    measures = cluster == "auto" and calibrates() and not in_catalogue(world)
+    return (measured_cluster(world) if measures else None) or cluster_here(world)
 
 
 def _make_model(model: nn.Module, compiler: Compiler, example: Any) -> ParallelModel:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .capture import without_collection
-from .cluster import Cluster, Node, NodeGroup, find
-from .cluster.catalogue import USUAL, inside, matching, usual_network
+from .cluster import Cluster, Device, find
+from .cluster.catalogue import matching
 from .cost import STATES, TrainingSetup
 from .errors import PlanError
 from .ir import Graph, Output
@@ -27,7 +26,8 @@ from .plan.search_options import SearchOptions
 from .precision import Precision, name_of
 from .rules import Analysis
 from .rules.replica_axes import is_replica, replica_axes
-from .runtime.world import World
+from .runtime import accelerator
+from .runtime.world import World, ranks_per_node
 
 
 def make_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> Plan:
@@ -143,7 +143,7 @@ def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanReq
 
 def cluster_of(size: int) -> Cluster:
     """So many processes on this machine, as far as the catalogue knows it."""
-    return find("cpu" if size == 1 else f"cpu:{size}") if not torch.cuda.is_available() else _gpus(size, size)
+    return _accelerators(size, size) if accelerator.is_available() else _cpus(size, size)
 
 
 def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
@@ -161,26 +161,33 @@ def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
 
 def cluster_here(world: World) -> Cluster:
     """The cluster that the running processes are on: its device by name, the usual links, nodes as torchrun says."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if world.device.type != "cuda":
-        return cluster_of(world.size)
-    return _gpus(world.size, local if world.size % local == 0 else world.size)
+    make = _cpus if world.device.type == "cpu" else _accelerators
+    return make(world.size, ranks_per_node(world.size))
 
 
-def _gpus(size: int, local: int) -> Cluster:
-    device = matching(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
-    if device is None:
+def in_catalogue(world: World) -> bool:
+    """Whether the catalogue knows the device of this rank: a GPU by its name; of a CPU it has only a guess."""
+    return world.device.type != "cpu" and _known(world.device) is not None
+
+
+def _cpus(size: int, local: int) -> Cluster:
+    alone = "cpu" if size == 1 else f"cpu:{size}"
+    return find(alone if local == size else f"{size // local}x{local}xcpu")
+
+
+def _accelerators(size: int, local: int) -> Cluster:
+    own = accelerator.device_of(0)
+    known = _known(own)
+    if known is None:
         raise PlanError(
-            f"{torch.cuda.get_device_name()} is not in the catalogue, so that the search does not know how fast it is; "
+            f"{accelerator.name_of(own)} is not in the catalogue, so that the search does not know how fast it is; "
             "run shardwright calibrate -o cluster.yaml and pass cluster='cluster.yaml', or name a plan"
         )
-    node = Node(
-        device=device,
-        devices=local,
-        inside=inside(USUAL[device.name].inside),
-        network=usual_network(device.name, local),
-    )
-    return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(NodeGroup(node=node, nodes=size // local),))
+    return find(f"{size // local}x{local}x{known.name}")
+
+
+def _known(own: torch.device) -> Device | None:
+    return matching(accelerator.name_of(own), accelerator.memory_of(own))
 
 
 def training_of(

@@ -129,9 +129,7 @@ class RandomModel(nn.Module):
         return F.mse_loss(x, labels)
 
 
-def random_case(
-    seed: int, *, batch: int = BATCH, **sizes: Any
-) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+def random_case(seed: int, *, batch: int = BATCH, **sizes: Any) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     """A model with a batch for it."""
     torch.manual_seed(seed)
     module = RandomModel(seed, **sizes).train()

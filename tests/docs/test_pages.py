@@ -22,6 +22,7 @@ PAGES = [
     "troubleshooting.md",
     "faults.md",
     "huggingface.md",
+    "launching.md",
     "lightning.md",
     "methods.md",
 ]

@@ -34,8 +34,8 @@ MAY_IMPORT = {
     "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors options batch_dim frozen_values precision layout storage reshard schedule ir rules capture cluster "
-        "cost plan lower probe emit runtime planning"
+        "errors formats options batch_dim frozen_values precision layout storage reshard schedule ir rules capture "
+        "cluster cost plan lower probe emit runtime planning"
     ),
     "verify": (
         "errors options precision layout storage reshard ir rules ops capture cluster cost plan lower probe emit "
@@ -48,12 +48,12 @@ MAY_IMPORT = {
     "compiled_parts": "errors options layout storage capture plan lower runtime planning compile",
     "parallelize": (
         "errors options precision layout reshard ir rules ops capture cluster cost plan lower probe emit runtime "
-        "planning compile compiled_parts verify wrapping"
+        "planning compile compiled_parts verify wrapping calibrate"
     ),
     "checkpoint": "errors formats runtime",
     "ema": "errors runtime",
     "data": "errors runtime",
-    "calibrate": "errors layout cluster runtime verify",
+    "calibrate": "errors formats layout cluster runtime",
     "register": "errors ir rules ops capture probe runtime verify",
     "report": "errors formats layout storage reshard schedule ir rules cluster cost plan lower probe planning verify",
     "train": (

@@ -15,7 +15,8 @@ ALLOWED = {
     "parallelize.py:parallelize": (14, "public: the common options are flat"),
     "data/loader.py:loader": (13, "public: the arguments of a DataLoader"),
     "runtime/algorithms/chunked_losses.py:linear_cross_entropy": (
-        18, "called by generated code, with the arguments of two functions of torch",
+        18,
+        "called by generated code, with the arguments of two functions of torch",
     ),
     "runtime/algorithms/losses.py:cross_entropy": (12, "called by generated code, with the arguments of torch"),
     "runtime/algorithms/context_attention.py:context_attention": (14, "called by generated code, by keywords"),

@@ -3,8 +3,8 @@
 import shardwright
 
 PUBLIC = (
-    "CompileOptions PipelineOptions Trainer diff experts explain load opaque parallelize plan register_op rehearse "
-    "save verify"
+    "CompileOptions PipelineOptions Trainer diff experts explain launch load opaque parallelize plan register_op "
+    "rehearse save verify"
 ).split()
 
 

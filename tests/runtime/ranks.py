@@ -1,4 +1,4 @@
-"""Many ranks on one machine, for tests: those of `shardwright.verify.ranks`, with limits for small work.
+"""Many ranks on one machine, for tests: those of `sw.verify` and `sw.launch`, with limits for small work.
 
 `run_ranks` runs a function on n threads with real data: a few milliseconds, but one interpreter, so that ranks share
 the default random generator, and no send and receive. Use generators, or make the data before.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
+from shardwright.runtime import launch
 from shardwright.verify import ranks
 
 
@@ -26,4 +27,4 @@ def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     """Call `fn(rank, *args)` on n gloo processes, and return what they return."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
     forkserver.ensure_running()  # with what is preloaded, before the ranks ask for less
-    return ranks.run_processes(n, fn, *args, timeout=timeout)
+    return launch.run_processes(n, fn, *args, timeout=timeout)

@@ -296,7 +296,8 @@ def test_foreach_is_asked_for_where_torch_would_choose_it(monkeypatch, group, wa
 def test_what_an_optimizer_sees():
     params = [torch.nn.Parameter(torch.zeros(2, 2))]
     assert parameters_seen_by(torch.optim.AdamW(params)) == "element"
-    assert parameters_seen_by(torch.optim.Muon(params)) == "tensor"
+    assert parameters_seen_by(torch.optim.Muon(params)) == "matrix"
+    assert parameters_seen_by(torch.optim.Adafactor(params)) == "tensor"
     assert parameters_seen_by(torch.optim.LBFGS(params)) == "everything"
 
     class Quiet(torch.optim.Adam):

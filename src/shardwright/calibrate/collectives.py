@@ -6,8 +6,8 @@ The groups of one kind all communicate at the same time, as they do in training,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ..runtime.world import Group, Groups, World
 from .timing import Effort, once, seconds
 
 SMALLEST = 1024  # bytes
+MEETINGS = 30  # times that ranks meet to see what they lose
 
 
 def measure_collectives(
@@ -108,70 +109,72 @@ def _send(tensor: torch.Tensor, group: Group) -> None:
         work.wait()
 
 
-def measure_overlap(world: World, effort: Effort) -> float:
-    """How much of an all_reduce is hidden by products that run meanwhile: (C + G - both) / min(C, G).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What happens where kernels and collectives come together.
 
-    The message is chosen so that it takes about as long as the products.
+    overlap     how much of an all_reduce is hidden by matmuls that run meanwhile: (C + G - both) / min(C, G)
+    lost        seconds that ranks lose when they synchronize in a collective between kernels, in addition to its own
+                time: in a loop of collectives alone all ranks are there at once, between kernels one is always late
+    """
+
+    overlap: float
+    lost: float
+
+
+def measure_meeting(world: World, effort: Effort) -> Meeting:
+    """Matmuls and an all_reduce that takes about as long: each alone, one after the other, and both at once.
+
+    The results are small differences of large numbers, so each of these is the least of many, taken in turns.
     """
     group = Groups(_mesh(group=world.size))["group"]
-    compute = _products(512, 0.02, world)
-
-    def communicate(size: int) -> tuple[float, torch.Tensor]:
-        message = torch.zeros(size, device=world.device)
-
-        def run() -> None:
-            process_group.all_reduce(message, group.process_group).wait()
-
-        run()
-        return min(_all_agree(once(run, world.device), world) for _ in range(3)), message
-
-    compute()
-    alone = min(_all_agree(once(compute, world.device), world) for _ in range(5))
-    communicating, message = communicate(2**18)
-    while communicating < alone / 2 and message.nbytes < effort.largest:
-        communicating, message = communicate(2 * len(message))
-
-    def both() -> None:
-        work = process_group.all_reduce(message, group.process_group)
-        compute()
-        work.wait()
-
-    together = min(_all_agree(once(both, world.device), world) for _ in range(7))
-    hidden = (alone + communicating - together) / min(alone, communicating)
-    return float(f"{min(max(hidden, 0.0), 1.0):.3g}")
-
-
-def measure_meeting(world: World, effort: Effort) -> float:
-    """Seconds that ranks lose when they synchronize in a collective between kernels, in addition to its own time.
-
-    In a loop of collectives alone all ranks are there at once. Between kernels one is always late, and what brings
-    messages has to be woken up.
-    """
-    group = Groups(_mesh(group=world.size))["group"]
-    message = torch.zeros(2**17, device=world.device)
-    compute = _products(384, 0.004, world)
+    compute = _products(384, min(0.004, effort.longest / 4), world)
+    message = _message(once(compute, world.device), group, world, effort)
 
     def communicate() -> None:
         process_group.all_reduce(message, group.process_group).wait()
 
-    def both() -> None:
+    def one_after_the_other() -> None:
         compute()
         communicate()
 
-    for run in (compute, communicate, both):
+    def at_once() -> None:
+        work = process_group.all_reduce(message, group.process_group)
+        compute()
+        work.wait()
+
+    runs = (compute, communicate, one_after_the_other, at_once)
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(max(3, min(MEETINGS, int(effort.each * 1000)))):
+        for run, measured in zip(runs, times, strict=True):
+            measured.append(_all_agree(once(run, world.device), world))
+    computing, communicating, after, together = (min(measured) for measured in times)
+    hidden = (computing + communicating - together) / min(computing, communicating)
+    lost = max(0.0, after - computing - communicating)
+    return Meeting(overlap=float(f"{min(max(hidden, 0.0), 1.0):.3g}"), lost=float(f"{lost:.3g}"))
+
+
+def _message(seconds: float, group: Group, world: World, effort: Effort) -> torch.Tensor:
+    """A message whose all_reduce takes about so long."""
+    wanted, size = _all_agree(seconds, world), 2**15
+    while True:
+        message = torch.zeros(size, device=world.device)
+
+        def run(message: torch.Tensor = message) -> None:
+            process_group.all_reduce(message, group.process_group).wait()
+
         run()
-    repeats = max(5, int(effort.each / 0.01))
-
-    def usual(run: Callable[[], None]) -> float:
-        return _all_agree(median(once(run, world.device) for _ in range(repeats)), world)
-
-    return float(f"{max(0.0, usual(both) - usual(compute) - usual(communicate)):.3g}")
+        if min(_all_agree(once(run, world.device), world) for _ in range(3)) > wanted / 2:
+            return message
+        if message.nbytes >= effort.largest:
+            return message
+        size *= 2
 
 
 def _products(side: int, seconds: float, world: World) -> Callable[[], None]:
     """As many products of squares as take about so long."""
     square = torch.rand(side, side, device=world.device)
-    count = max(1, int(seconds / max(_all_agree(once(lambda: square @ square, world.device, 3), world), 1e-6)))
+    count = max(1, int(seconds / max(_all_agree(once(lambda: square @ square, world.device, 3, True), world), 1e-6)))
 
     def run() -> None:
         for _ in range(count):

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..cluster import USUAL_OVERLAP, AttentionPrice, Curve, Device, Efficiency, Kind
 from ..cluster.catalogue import matching
+from ..runtime import accelerator
 from .timing import Effort, seconds
 
 HEADS, HEAD = 4, 64
@@ -143,11 +144,11 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
         curve = Curve(tuple((size, _rounded(rate / peak)) for size, rate in series.rates))
         dtype = "" if series.kind in ONCE else series.dtype
         efficiency.append(Efficiency(kind=series.kind, dtype=dtype, curve=curve))
-    name = known.name if known else _name(device)
+    name = known.name if known else accelerator.name_of(device)
     return Device(
         name=name,
         flops=tuple(flops.items()),
-        memory=_memory(device) // sharing,
+        memory=accelerator.memory_of(device) // sharing,
         bandwidth=bandwidth,
         efficiency=tuple(efficiency),
         edge=edge,
@@ -158,19 +159,10 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
 
 
 def known_device(device: torch.device) -> Device | None:
-    """The entry of the catalogue for a GPU. A CPU has none."""
-    return matching(torch.cuda.get_device_name(device), _memory(device)) if device.type == "cuda" else None
-
-
-def _name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes on the device; for a CPU those of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The entry of the catalogue for an accelerator. A CPU has none."""
+    if device.type == "cpu":
+        return None
+    return matching(accelerator.name_of(device), accelerator.memory_of(device))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from ..runtime import accelerator
+
 BATCHES = 15  # short ones: on a busy machine a long one is sure to be interrupted
 
 
@@ -23,47 +25,55 @@ class Effort:
     dtypes: tuple[torch.dtype, ...]
 
 
+BRIEF = Effort(each=0.006, longest=0.03, largest=2**24, factor=16, dtypes=(torch.float32,))
 QUICK = Effort(each=0.03, longest=0.05, largest=2**24, factor=16, dtypes=(torch.float32, torch.bfloat16))
 FULL = Effort(
     each=0.3, longest=1.0, largest=2**28, factor=4, dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)
 )
 
 
-def once(run: Callable[[], object], device: torch.device, count: int = 1) -> float:
-    """Seconds for one of `count` calls in a row."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        start.record()
+def once(run: Callable[[], object], device: torch.device, count: int = 1, alone: bool = False) -> float:
+    """Seconds for one of `count` calls in a row.
+
+    `alone`: the calls wait for no other rank. Then a thread of a CPU takes what the processor spent on it, if that is
+    less than what passed: on a quiet machine they are the same, and on a busy one others had the core meanwhile.
+    """
+
+    def repeat() -> None:
         for _ in range(count):
             run()
-        end.record()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) / 1e3 / count
-    begin = time.perf_counter()
-    for _ in range(count):
-        run()
-    return (time.perf_counter() - begin) / count
+
+    if device.type != "cpu":
+        return accelerator.seconds_on(device, repeat) / count
+    begin, spent = time.perf_counter(), time.thread_time()
+    repeat()
+    passed, spent = time.perf_counter() - begin, time.thread_time() - spent
+    return (min(passed, spent) if alone and torch.get_num_threads() == 1 else passed) / count
 
 
 def seconds(
     run: Callable[[], object],
     device: torch.device,
     effort: Effort,
-    agree: Callable[[float], float] = float,
+    agree: Callable[[float], float] | None = None,
     crowded: bool = False,
 ) -> float:
     """The time of one call: the least of some batches, since what else runs on the machine only adds.
 
-    `agree` makes of the times of all ranks the one that counts. `crowded`: what else runs are the other ranks, on the
-    same cores, as they will in training; then it is the usual time.
+    `agree` makes of the times of all ranks the one that counts, for a call in which they wait for each other.
+    `crowded`: what else runs are the other ranks, on the same cores, as they will in training; then it is the usual
+    time.
     """
+    alone = agree is None and not crowded
+
+    def timed(count: int) -> float:
+        passed = once(run, device, count, alone)
+        return passed if agree is None else agree(passed)
+
     run()
     run()  # the second still finds caches and connections cold
-    first = agree(once(run, device))
-    if first > effort.longest:
-        return first
+    first = timed(1)
     calls = int(effort.each / max(first, 1e-7))
     count = max(1, min(1000, calls // BATCHES))
-    times = [agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls)))]
+    times = [timed(count) for _ in range(max(2, min(BATCHES, calls)))]
     return median(times) if crowded else min(times)

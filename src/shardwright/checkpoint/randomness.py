@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..formats import parse_json
+from ..runtime import accelerator
 
 
 def generators() -> Tensor:
@@ -26,10 +27,12 @@ def generators() -> Tensor:
     version, inner, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": _text(torch.get_rng_state()),
-        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
         "numpy": [str(kind), numpy.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "python": [version, list(inner), gauss],
     }
+    on_accelerator = accelerator.generator_state()
+    if on_accelerator is not None:
+        states[accelerator.kind()] = _text(on_accelerator)
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
@@ -39,11 +42,10 @@ def set_generators(saved: Tensor) -> None:
     try:
         kind, keys, position, has_gauss, cached = values["numpy"]
         version, inner, gauss = values["python"]
-        states = [None if values[name] is None else _bytes(values[name]) for name in ("torch", "cuda")]
-        if states[0] is not None:
-            torch.set_rng_state(states[0])
-        if states[1] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states[1])
+        torch.set_rng_state(_bytes(values["torch"]))
+        on_accelerator = values.get(accelerator.kind())  # none in a state of another kind of device
+        if on_accelerator is not None:
+            accelerator.set_generator_state(_bytes(on_accelerator))
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
         random.setstate((version, tuple(inner), gauss))
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:

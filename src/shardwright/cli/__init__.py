@@ -306,7 +306,7 @@ def run_calibrate(options: Namespace, console: Console) -> int:
     if world.rank != 0:
         return 0
     console.print(tables(cluster))
-    if cluster.size == 1 and world.device.type == "cuda":
+    if cluster.size == 1 and world.device.type != "cpu":
         console.print(UNDER_TORCHRUN, highlight=False)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

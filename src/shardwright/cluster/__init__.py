@@ -9,7 +9,7 @@ from .cluster import Cluster, Node, NodeGroup
 from .collective import COLLECTIVES, Collective, MeasuredCollective, Span, collective_time
 from .curve import Curve
 from .device import KINDS, USUAL_OVERLAP, AttentionPrice, Device, Efficiency, Kind
-from .file import find, load, save
+from .file import dump, find, load, loads, save
 from .link import Link
 from .name import parse
 
@@ -30,8 +30,10 @@ __all__ = [
     "NodeGroup",
     "Span",
     "collective_time",
+    "dump",
     "find",
     "load",
+    "loads",
     "parse",
     "save",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..errors import ClusterError, raise_all
-from ..formats import read_yaml
+from ..formats import parse_yaml, read_yaml
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS
 from .cluster import Cluster
@@ -55,7 +55,15 @@ def find(text: str | Path) -> Cluster:
 
 def load(path: str | Path) -> Cluster:
     """The cluster in a YAML file."""
-    data = read_yaml(path, ClusterError)
+    return _read(read_yaml(path, ClusterError), path)
+
+
+def loads(text: str, path: str | Path) -> Cluster:
+    """The cluster in the text of a YAML file; `path` is for messages."""
+    return _read(parse_yaml(text.encode(), path, ClusterError), path)
+
+
+def _read(data: Any, path: str | Path) -> Cluster:
     reader = ClusterReader()
     cluster = reader.cluster(data, Path(path).stem)
     raise_all(ClusterError, f"{path} does not describe a cluster:", reader.faults)
@@ -64,8 +72,12 @@ def load(path: str | Path) -> Cluster:
 
 def save(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster so that `load` gives it back."""
-    text = yaml.safe_dump(to_data(cluster), sort_keys=False, default_flow_style=None, width=110)
-    Path(path).write_text(HEADER + text, encoding="utf-8")
+    Path(path).write_text(dump(cluster), encoding="utf-8")
+
+
+def dump(cluster: Cluster) -> str:
+    """The text of a cluster's file."""
+    return HEADER + str(yaml.safe_dump(to_data(cluster), sort_keys=False, default_flow_style=None, width=110))
 
 
 def to_data(cluster: Cluster) -> dict[str, Any]:

@@ -277,7 +277,7 @@ class Compiler:
         dist.broadcast_object_list(message, src=0)
         if message[1]:
             raise PlanError(message[1])
-        return read_plan(message[0], graph)
+        return replace(read_plan(message[0], graph), made_for=self.settings.request.cluster)
 
     def _flops(self, call: ModelCall, plan: Plan, analysis: Analysis) -> float | None:
         """Of the first training call."""

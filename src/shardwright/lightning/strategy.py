@@ -38,8 +38,9 @@ from ..compiled_parts import Parts
 from ..errors import InputError
 from ..options import MOVED, CompileOptions, check_moved, expect_only, read_options
 from ..plan.request import PlanLike, read_source
+from ..runtime import accelerator
 from ..runtime.model.inputs import Mode
-from ..runtime.world import backend_for, here
+from ..runtime.world import here
 from . import checkpoints
 from .compiled import CompiledModule, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
@@ -116,8 +117,8 @@ class ShardwrightStrategy(ParallelStrategy):
         cpu = self.root_device.type == "cpu"
         if self.world_size > 1:  # the runtime reads its device and node from here
             os.environ.update(LOCAL_RANK=str(self.local_rank), LOCAL_WORLD_SIZE=str(self.num_processes))
-        if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # a single process uses its GPU
-            backend = backend_for(self.root_device.type)
+        if self.world_size > 1 or (cpu and accelerator.is_available()):  # a single process uses its accelerator
+            backend = accelerator.backend_for(self.root_device.type)
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if not self.is_distributed:  # dataloaders shuffle alike
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))

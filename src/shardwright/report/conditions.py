@@ -30,7 +30,7 @@ def made_for(
     """Those of the plan file, unless a cluster or a training setup is passed."""
     predicted = plan.predicted.get(entry)
     known = predicted["for"]["cluster"] if predicted is not None else plan.cluster
-    named = known if cluster is None else cluster
+    named = cluster or (plan.made_for if plan.made_for is not None and plan.made_for.name == known else known)
     if not named:
         raise PlanError("the plan does not name its cluster; pass cluster='8xA100-80GB', or a cluster file")
     try:

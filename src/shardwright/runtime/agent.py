@@ -24,13 +24,18 @@ _watching: threading.Thread | None = None
 
 
 def end_with_agent() -> None:
-    """Watch the launcher from a thread, if there is one. May be called again."""
-    global _watching
+    """Watch the launcher, if there is one. May be called again."""
     mark = next((name for name in MARKS if name in os.environ), None)
-    if mark is None or _watching is not None or not sys.platform.startswith("linux"):
-        return
-    agent = find_agent(mark)
-    if agent is not None:
+    if mark is not None and _watching is None and sys.platform.startswith("linux"):
+        agent = find_agent(mark)
+        if agent is not None:
+            end_with(agent)
+
+
+def end_with(agent: int) -> None:
+    """Watch a process from a thread, and end this one when it is gone. Once for a process, on Linux."""
+    global _watching
+    if _watching is None and sys.platform.startswith("linux"):
         _watching = threading.Thread(
             target=_watch, args=(agent, began(agent)), name="shardwright-agent", daemon=True
         )  # fmt: skip

@@ -17,22 +17,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from shardwright.errors import LayoutError, RankError
+from shardwright.errors import InputError, LayoutError, RankError
 from shardwright.layout import Mesh
 
+from . import accelerator
 from .agent import end_with_agent
 from .attempt import agree_on_attempt
 from .slurm import joined_by_srun
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_IN_ONE_PROCESS = ("threaded", "fake")  # backends whose ranks are no processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +54,45 @@ def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
         os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(_local_rank())
-        _join(backend_for("cuda" if torch.cuda.is_available() else "cpu"), wait)
+        device = accelerator.device_of(_local_rank())
+        accelerator.select(device)
+        _join(accelerator.backend_for(device.type), wait)
     return here()
 
 
-def backend_for(device: str) -> str:
-    """The backend for devices of a type; small objects always go over the CPU."""
-    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+def join(store: Store, rank: int, size: int, device: str, timeout: float | None = None) -> None:
+    """Join ranks of this machine that meet at a store, each on its device of a type. For launchers (`launch.py`)."""
+    accelerator.select(accelerator.device_of(_local_rank(), device))
+    wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+    dist.init_process_group(accelerator.backend_for(device), store=store, rank=rank, world_size=size, timeout=wait)
+
+
+def variables_of(rank: int, size: int, host: str, port: int) -> dict[str, str]:
+    """What a launcher on one machine tells a rank, as torchrun does: other libraries read it too."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+
+
+def refuse_inside(caller: str) -> None:
+    """Raise if this process is a rank already: what starts ranks would start them once on every rank."""
+    ours = os.environ | joined_by_srun(os.environ)
+    if dist.is_initialized() or "RANK" in ours:
+        rank, size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized()
+            else (ours["RANK"], ours.get("WORLD_SIZE", "1"))
+        )  # fmt: skip
+        raise InputError(
+            f"{caller} starts ranks by itself, and this process is rank {rank} of {size} already, started by torchrun, "
+            f"srun or {caller}; call the function itself here, or start the script with python"
+        )
 
 
 def _join(backend: str, wait: timedelta) -> None:
@@ -85,14 +118,31 @@ def here() -> World:
 
 
 def _device(alone: bool) -> torch.device:
-    if torch.cuda.is_available() and (alone or "nccl" in str(dist.get_backend_config())):
-        return torch.device("cuda", _local_rank())
+    if alone or accelerator.has_backend(accelerator.kind()):
+        return accelerator.device_of(_local_rank())
     return torch.device("cpu")
 
 
 def shares_memory() -> bool:
     """Whether ranks of one machine may communicate over shared memory (see `collectives/process_group.py`)."""
     return os.environ.get("SHARDWRIGHT_SHARED_MEMORY", "1") != "0"
+
+
+def calibrates() -> bool:
+    """Whether `plan="auto"` may measure the machine that it runs on (see `calibrate/machine.py`)."""
+    return os.environ.get("SHARDWRIGHT_CALIBRATE", "1") != "0"
+
+
+def cache_folder() -> Path:
+    """Where measurements of this machine are kept."""
+    named = os.environ.get("SHARDWRIGHT_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwright"
+
+
+def ranks_per_node(size: int) -> int:
+    """How many ranks each machine has, as torchrun or srun say; all of them, if they say nothing that divides them."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return local if size % local == 0 else size
 
 
 def compare_every() -> int:
@@ -138,7 +188,8 @@ class Groups:
         if max(mesh.devices) >= world.size:
             raise RankError(
                 f"the mesh {mesh} uses rank {max(mesh.devices)}, and there are {world.size} ranks; "
-                f"start the script with torchrun --nproc-per-node {max(mesh.devices) + 1}"
+                f"start the script with torchrun --nproc-per-node {max(mesh.devices) + 1}, or a function of it with "
+                f"sw.launch(fn, ranks={max(mesh.devices) + 1})"
             )
         self.mesh = mesh
         self._rank = world.rank
@@ -233,7 +284,7 @@ def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     world_group = dist.group.WORLD if dist.is_initialized() else None
     if world_group is None or dist.get_world_size() == 1:
         return None
-    if not any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl")):
+    if any(name in str(dist.get_backend_config()) for name in _IN_ONE_PROCESS):
         return world_group
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout or timeout_of(world_group))
     return group

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, default_collate
 
 from ..data import Loader, PackedDocuments, loader
 from ..data.loader import place_of
 from ..data.stream import is_stream
 from ..errors import InputError
+from ..runtime import accelerator
 from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.model.reduction import LossReduction
 from .batches import samples_in
@@ -71,7 +71,7 @@ class BatchSource:
         )  # fmt: skip
 
     def _more(self) -> dict[str, Any]:
-        pinned = torch.cuda.is_available() if self.options.pin_memory is None else self.options.pin_memory
+        pinned = accelerator.is_available() if self.options.pin_memory is None else self.options.pin_memory
         more: dict[str, Any] = {"pin_memory": pinned, **self.options.options}
         return more if self.options.prefetch is None else {**more, "prefetch_factor": self.options.prefetch}
 
@@ -114,7 +114,7 @@ def check_packing(options: LoaderOptions, reduction: LossReduction, data: Any) -
         raise InputError("loader.packing packs documents, but the data yields batches already: pass the documents")
     if reduction == "mean":
         raise InputError(
-            'loader.packing: sequences have unequally many labels, so a mean by samples is not that over all tokens; '
+            "loader.packing: sequences have unequally many labels, so a mean by samples is not that over all tokens; "
             'set optimization.reduction="token"'
         )
 

@@ -16,6 +16,7 @@ import torch
 
 from ..cluster import Cluster
 from ..cost.time import units
+from ..runtime import accelerator
 
 GIB = 2.0**30
 
@@ -63,8 +64,8 @@ def peak_of(cluster: Cluster, dtype: str, size: int) -> float:
 
 
 def memory_used(device: torch.device) -> float:
-    """Peak memory of this process in GiB: of its GPU, or of the host without one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+    """Peak memory of this process in GiB: of its accelerator, or of the host without one."""
+    if device.type != "cpu":
+        return accelerator.peak_memory_of(device) / GIB
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most * (1 if sys.platform == "darwin" else 1024) / GIB

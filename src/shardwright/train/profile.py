@@ -28,11 +28,9 @@ class Profiler(Callback):
 
     def on_step_start(self, trainer: Trainer, step: int) -> None:
         if self._done == self.options.start - 1:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(
-                activities=activities, profile_memory=self.options.memory, record_shapes=self.options.shapes,
+                activities=torch.profiler.supported_activities(),  # type: ignore[no-untyped-call]
+                profile_memory=self.options.memory, record_shapes=self.options.shapes,
                 with_stack=self.options.stacks,
             )  # fmt: skip
             self._profiler.start()

@@ -125,7 +125,8 @@ def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:
     if compiled.model.flops is None or not compiled.rows:
         return Meter()
     try:
-        cluster = cluster_here(world) if trainer.cluster == "auto" else find_cluster(trainer.cluster)
+        named = trainer.cluster not in ("auto", "catalogue")
+        cluster = compiled.model.plan.made_for or (find_cluster(trainer.cluster) if named else cluster_here(world))
         peak = peak_of(cluster, compiled.dtype, world.size)
     except (ClusterError, PlanError):  # a device missing from the catalogue
         return Meter()

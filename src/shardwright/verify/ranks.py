@@ -3,7 +3,7 @@
     method      a rank is          good for
     ---------   ----------------   ---------------------------------------------------
     threads     a thread           small models; starts in milliseconds, pickles nothing
-    processes   a gloo process     closest to a real run; the work must be picklable
+    processes   a gloo process     closest to a real run (`runtime/launch.py`); the work must be picklable
 
 Both call `work(rank, *args)` with torch.distributed initialised, return the results in rank
 order, raise the error of the first failing rank, and end instead of hanging. Threads share
@@ -12,22 +12,18 @@ one interpreter: ranks share torch's default generator, and there is no send and
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from ..errors import RankError
+from ..runtime.launch import run_processes
 
 Method = Literal["threads", "processes"]
 
@@ -106,89 +102,3 @@ def _wake(local: Any) -> None:
             if condition.acquire(timeout=0.1):
                 condition.notify_all()
                 condition.release()
-
-
-def run_processes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-    """The ranks as gloo processes, forked from a clean forkserver that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    call = _pickled(work, args)
-    processes, connections = [], []
-    try:
-        for rank in range(size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(theirs, call, rank, size, store.port, timeout), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            connections.append(ours)
-        return _collect(connections, timeout)
-    finally:
-        for process in processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        for connection in connections:
-            connection.close()
-
-
-def _pickled(work: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps((work, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RankError(
-            f'method="processes" sends the model to other processes, and it can\'t be pickled ({error}); '
-            'use method="threads", or start the script with torchrun'
-        ) from error
-
-
-def _collect(connections: list[Connection], timeout: float) -> list[Any]:
-    results: list[Any] = [None] * len(connections)
-    waiting: dict[Any, int] = dict(zip(connections, range(len(connections)), strict=True))
-    deadline = time.monotonic() + timeout
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankError(f"ranks {sorted(waiting.values())} of {len(connections)} did not end within {timeout} s")
-        for connection in ready:
-            rank = waiting.pop(connection)
-            try:
-                fine, result = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                raise RankError(f"rank {rank} of {len(connections)} died without an error") from None
-            if not fine:
-                error, text = result
-                if error is None:
-                    raise RankError(f"rank {rank} of {len(connections)} failed:\n{text}")
-                error.add_note(f"(on rank {rank} of {len(connections)})\n{text}")
-                raise error
-            results[rank] = result
-    return results
-
-
-def _child(connection: Connection, call: bytes, rank: int, size: int, port: int, timeout: float) -> None:
-    try:
-        torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        wait_for = timedelta(seconds=timeout)
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=wait_for)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait_for)
-        work, args = pickle.loads(call)
-        connection.send_bytes(pickle.dumps((True, work(rank, *args))))
-        dist.destroy_process_group()
-    except BaseException as error:
-        connection.send_bytes(_failure(error))
-        os._exit(1)
-
-
-def _failure(error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(error))
-    try:
-        sent = pickle.dumps((False, (error, text)))
-        pickle.loads(sent)
-    except Exception:
-        return pickle.dumps((False, (None, text)))
-    return sent

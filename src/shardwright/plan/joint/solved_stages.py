@@ -284,9 +284,7 @@ class SolvedPipeline:
             for stage, program in zip(self.stages, programs, strict=True)
         )
 
-    def _simulate(
-        self, number: int, program: LoweredProgram, cluster: Cluster, training: TrainingSetup
-    ) -> StageMemory:
+    def _simulate(self, number: int, program: LoweredProgram, cluster: Cluster, training: TrainingSetup) -> StageMemory:
         traits = backend_traits(cluster.device(self.pp_rank(number).devices[0]).name, cluster.nodes)
         return simulate_stage_memory(program, training, traits, queued=self.solved[number].stage.queued)
 

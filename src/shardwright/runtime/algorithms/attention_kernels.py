@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import accelerator
+
 CHUNK = 128
 """Queries that share one small mask (also in `ops/attention.py`, for the memory that it takes)."""
 
@@ -32,7 +34,9 @@ class BlockKernel:
     def of(cls, q: Tensor, v: Tensor, scale: float | None) -> BlockKernel:
         same_width = q.shape[-1] == v.shape[-1] > 0 and 0 not in q.shape
         half = q.dtype in (torch.float16, torch.bfloat16)
-        fused = same_width and (q.device.type == "cpu" or (q.device.type == "cuda" and half and q.shape[-1] % 8 == 0))
+        fused = same_width and (
+            q.device.type == "cpu" or (accelerator.flashes(q.device) and half and q.shape[-1] % 8 == 0)
+        )
         precision = torch.promote_types(q.dtype, torch.float32)
         return cls(q.device.type, fused, precision, 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
 

@@ -343,4 +343,3 @@ class _SplitLogsumexp(torch.autograd.Function):
             return (shifted.exp() * of_each.unsqueeze(ctx.dim)).to(x.dtype), None, None
         softmax = shifted.exp_()
         return softmax.mul_(gradient.to(softmax.dtype).unsqueeze(ctx.dim)).to(x.dtype), None, None
-

@@ -107,9 +107,7 @@ def _query_places(count: int, splits: Splits) -> Places:
     return _places(count, sizes)
 
 
-def _key_places(
-    count: int, ring: Group | None, sharding: Shard | tuple[Shard, ...] | None
-) -> tuple[Places, ...]:
+def _key_places(count: int, ring: Group | None, sharding: Shard | tuple[Shard, ...] | None) -> tuple[Places, ...]:
     """The places of the keys of each rank of a ring."""
     if ring is None:
         return (Places(0, 1, count),)

@@ -5,18 +5,19 @@ so that schedulers made before or after, hooks and `zero_grad` keep working. The
 depends on what the optimizer's update needs to see:
 
     update of an element needs    optimizers                   what step does
-    --------------------------    --------------------------   ------------------------------------
+    --------------------------    --------------------------   -----------------------------------------------
     that element                  SGD, Adam, AdamW, ..         runs on shards
-    its whole tensor              Adafactor, Muon              gathers, steps and cuts, one tensor at a time
-    maybe everything              LBFGS, any unknown class     gathers all, steps once, cuts
+    its matrix, its last 2 dims   Muon                         each matrix is updated by one rank (`owners`)
+    its whole tensor              Adafactor                    each tensor is updated by one rank (`owners`)
+    maybe everything              LBFGS, any unknown class     gathers all, steps once, shards (`gathered`)
 
 Under ZeRO-1 and ZeRO-2 the param groups hold the `shard` of each parameter, a view on the
 rows that this rank owns, and a hook after step gathers the updated rows into the parameters
 (`refresh`). So they do where parameters have float32 masters.
 
 An unknown class is taken for one that needs everything: that is always right, and says in a
-warning what it costs and how to declare it elementwise (`elementwise = True` on the class).
-State that has the parameter's shape is kept cut like the parameter, whatever the kind.
+warning what it costs and how to declare less (`update_needs = "tensor"` on the class, say).
+State that has the parameter's shape is sharded like the parameter, whatever the kind.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -39,26 +40,35 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwright.errors import InputError
 
-from ..parameters.full_tensors import coordinates, gather_tensor, shard_tensor, true_dtype
 from ..parameters.outside import as_model
 from ..parameters.refresh import Refresh
 from ..parameters.sharded import ShardedParameter, Untouched, raw_gradient
+from .declared import step_checked
 from .fused import fused
+from .gathered import Closure, Inner, shard_state, step_gathered
+from .owners import step_by_matrix_owners, step_by_owners
 from .state import remember_places
 
-Sees = Literal["element", "tensor", "everything"]
+Sees = Literal["element", "matrix", "tensor", "everything"]
 
 ELEMENTWISE = frozenset(
     f"{name}.step"
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
-PER_TENSOR = frozenset({"Adafactor.step", "Muon.step"})
+PER_MATRIX = frozenset({"Muon.step"})
+PER_TENSOR = frozenset({"Adafactor.step"})
 EVERYTHING = frozenset({"LBFGS.step"})
 
 
 _UNADOPTED = f"{__package__}.unadopted"  # whose hook may stay when a step runs without our interceptions
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
+
+_WHOLE_STEPS: Mapping[Sees, Callable[[Optimizer, Inner, Closure | None], Any]] = {
+    "matrix": step_by_matrix_owners,
+    "tensor": step_by_owners,
+    "everything": step_gathered,
+}
 
 
 def several(optimizers: Optimizers) -> list[Optimizer]:
@@ -70,16 +80,27 @@ def several(optimizers: Optimizers) -> list[Optimizer]:
 
 def known_sight(optimizer: Optimizer) -> Sees | None:
     """What an update looks at, judged by whose `step` runs; None for a class, or a subclass with its own, unknown."""
-    declared = getattr(optimizer, "elementwise", None)
+    declared, elementwise = getattr(optimizer, "update_needs", None), getattr(optimizer, "elementwise", None)
     if declared is not None:
-        return "element" if declared else "everything"
-    step = type(optimizer).step
-    name = step.__qualname__ if step.__module__.startswith("torch.optim.") else ""
+        if declared not in get_args(Sees):
+            raise InputError(
+                f"{type(optimizer).__name__}.update_needs is {declared!r}; it says what the update of an element "
+                f"needs to see: {', '.join(map(repr, get_args(Sees)))}"
+            )
+        return cast(Sees, declared)
+    if elementwise is not None:
+        return "element" if elementwise else "everything"
+    name = type(optimizer).step.__qualname__ if _is_of_torch(optimizer) else ""
     if name in ELEMENTWISE:
         return "element"
-    if name in PER_TENSOR:
-        return "tensor"
+    if name in PER_MATRIX | PER_TENSOR:
+        return "matrix" if name in PER_MATRIX else "tensor"
     return "everything" if name in EVERYTHING else None
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step that runs is torch's."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def parameters_seen_by(optimizer: Optimizer) -> Sees:
@@ -90,7 +111,8 @@ def parameters_seen_by(optimizer: Optimizer) -> Sees:
         warnings.warn(
             f"shardwright does not know the optimizer {kind}: every step gathers all its parameters and gradients "
             f"in full on every rank. If an update needs only the same element of parameter, gradient and state, set "
-            f"{kind}.elementwise = True before parallelize, and it runs on the shards.",
+            f"{kind}.elementwise = True before parallelize, and it runs on the shards; if it needs one tensor (a norm "
+            f'of it, its rows), set {kind}.update_needs = "tensor", and each tensor is updated by one rank.',
             stacklevel=3,
         )
     return known or "everything"
@@ -113,11 +135,11 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardedParameter | 
                 continue
             leaves.append(leaf)
             if state is not None:
-                optimizer.state[leaf] = _shard_state(state, leaf)
+                optimizer.state[leaf] = shard_state(state, leaf)
         group["params"][:] = leaves  # in place: LBFGS keeps the list itself
         _keep_foreach(group, leaves)
     if kind != "element":
-        _around_step(optimizer, _step_each if kind == "tensor" else _step_gathered)
+        _around_step(optimizer, _WHOLE_STEPS[kind])
     else:
         own = {id(leaf_of(new)) for new in replaced.values() if new is not None}
         leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if id(leaf) in own]
@@ -125,7 +147,7 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardedParameter | 
         if owners:
             refresh = Refresh(owners)
             optimizer.register_step_post_hook(partial(_refresh, refresh))
-        _around_step(optimizer, _step_plainly)
+        _around_step(optimizer, _step_plainly if _is_of_torch(optimizer) else step_checked)
 
 
 def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
@@ -139,7 +161,8 @@ def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
     if kind == "everything" and elsewhere:
         raise InputError(
             f"an update of {name} may need all parameters at once, and in a pipeline no rank has them; use a plan "
-            f"without pp, or set {name}.elementwise = True if an update of an element needs that element only"
+            f"without pp, or set {name}.elementwise = True if an update of an element needs that element only, or "
+            f'{name}.update_needs = "tensor" if it needs no other tensor'
         )
     if kind != "element" and _is_stepping(optimizer):
         raise InputError(
@@ -168,7 +191,7 @@ def load_whole(optimizer: Optimizer, saved: Mapping[str, Any], names: Sequence[s
         if number in saved["state"] and name in leaves:
             leaf = leaves[name]
             state = {key: _placed(value, leaf) for key, value in saved["state"][number].items()}
-            optimizer.state[leaf] = _shard_state(state, leaf)
+            optimizer.state[leaf] = shard_state(state, leaf)
 
 
 def _placed(value: Any, leaf: Tensor) -> Any:
@@ -191,9 +214,6 @@ def _keep_foreach(group: dict[str, Any], leaves: Sequence[Tensor]) -> None:
 
 
 # -- a step around the optimizer's own -------------------------------------------------------
-
-Inner = Callable[..., Any]
-Closure = Callable[[], Any]
 
 
 def _around_step(optimizer: Optimizer, around: Callable[[Optimizer, Inner, Closure | None], Any]) -> None:
@@ -239,132 +259,3 @@ def _step_plainly(optimizer: Optimizer, inner: Inner, closure: Closure | None) -
 def _refresh(refresh: Refresh, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """A hook after step, of ours."""
     refresh()
-
-
-# -- optimizers that must see whole tensors ---------------------------------------------------
-
-
-def _step_gathered(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
-    with _gathered_groups(optimizer, optimizer.param_groups) as shown:
-        return inner() if closure is None else inner(_on_shards(optimizer, shown, closure))
-
-
-def _step_each(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    groups = optimizer.param_groups
-    before = [list(group["params"]) for group in groups]
-    try:
-        for group, leaves in zip(groups, before, strict=True):
-            optimizer.param_groups = [group]
-            for leaf in leaves:
-                if leaf.grad is not None:
-                    group["params"][:] = [leaf]
-                    with _gathered_groups(optimizer, [group]):
-                        inner()
-    finally:
-        optimizer.param_groups = groups
-        for group, leaves in zip(groups, before, strict=True):
-            group["params"][:] = leaves
-    return loss
-
-
-@contextmanager
-def _gathered_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[list[tuple[Any, Tensor]]]:
-    """Within this the param groups hold whole parameters with whole gradients and state."""
-    shown: list[tuple[Any, Tensor]] = []
-    before = [list(group["params"]) for group in groups]
-    for group in groups:
-        full_parameters = [_gathered(leaf) for leaf in group["params"]]
-        shown += zip(group["params"], full_parameters, strict=True)
-        group["params"][:] = full_parameters
-    for leaf, full in shown:
-        if leaf in optimizer.state and leaf is not full:
-            optimizer.state[full] = _gather_state(optimizer.state.pop(leaf), leaf)
-    try:
-        yield shown
-    finally:
-        _write_back(shown)
-        for leaf, full in shown:
-            if full in optimizer.state and leaf is not full:
-                optimizer.state[leaf] = _shard_state(optimizer.state.pop(full), leaf)
-        for group, leaves in zip(groups, before, strict=True):
-            group["params"][:] = leaves
-
-
-def _gathered(leaf: Any) -> Tensor:
-    """A whole parameter with a whole gradient, or the tensor itself if it is not a shard."""
-    if not isinstance(leaf, ShardedParameter) or leaf.groups is None:
-        return leaf  # type: ignore[no-any-return]
-    gradient = leaf.grad
-    with Untouched():
-        full = Parameter(gather_tensor(leaf, leaf.spec, leaf.groups, leaf.spread), requires_grad=leaf.requires_grad)
-        if gradient is not None:
-            full.grad = gather_tensor(gradient, leaf.spec, leaf.groups, leaf.spread)
-    return full
-
-
-@torch.no_grad()
-def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
-    """Cut the whole parameters; a shard's owner is written whole, so nothing has to be gathered."""
-    for leaf, full in shown:
-        if isinstance(leaf, ShardedParameter) and leaf is not full:
-            target = leaf if leaf.owner is None else leaf.owner
-            with Untouched():
-                target.copy_(_shard(full, target))
-                if target.follows_shard:
-                    leaf.copy_(_shard(full, leaf))
-
-
-def _on_shards(
-    optimizer: Optimizer, shown: Sequence[tuple[Any, Tensor]], closure: Callable[[], Any]
-) -> Callable[[], Any]:
-    """A closure runs the model and `zero_grad`: it needs shards, up to date; then its gradients are gathered."""
-
-    def run() -> Any:
-        _write_back(shown)
-        leaves = {id(full): leaf for leaf, full in shown}
-        before = [list(group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"][:] = [leaves[id(full)] for full in group["params"]]
-        with torch.enable_grad():
-            loss = closure()
-        for group, parameters in zip(optimizer.param_groups, before, strict=True):
-            group["params"][:] = parameters
-        for leaf, full in shown:
-            if leaf is not full:
-                full.grad = _gathered(leaf).grad
-        return loss
-
-    return run
-
-
-def _shard(full: Tensor, leaf: ShardedParameter) -> Tensor:
-    assert leaf.groups is not None
-    return shard_tensor(full, leaf.spec, leaf.groups.mesh.sizes, coordinates(leaf.groups), leaf.spread)
-
-
-def _shard_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
-    """State as kept: what has the whole parameter's shape is cut as the parameter is, in a master's dtype."""
-    if not isinstance(leaf, ShardedParameter) or not leaf.spec.shape:
-        return state
-    fits = {k for k, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == leaf.spec.shape}
-    leaf.sharded_keys = frozenset(fits)
-    return {key: _shard(_widened(value, leaf), leaf) if key in fits else value for key, value in state.items()}
-
-
-def _widened(value: Tensor, leaf: ShardedParameter) -> Tensor:
-    """State that was made beside a narrow parameter belongs to its master."""
-    return value.to(true_dtype(leaf.spec)) if leaf.spec.master and value.is_floating_point() else value
-
-
-def _gather_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
-    """The inverse of `_shard_state`. Names decide: by its shape a small factor might pass for a shard on some ranks."""
-    if not isinstance(leaf, ShardedParameter) or leaf.groups is None or not leaf.spec.shape:
-        return state
-    names = leaf.sharded_keys
-    if names is None:  # just loaded
-        names = frozenset(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape)
-    return {k: gather_tensor(v, leaf.spec, leaf.groups, leaf.spread) if k in names else v for k, v in state.items()}

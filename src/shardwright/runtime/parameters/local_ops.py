@@ -102,7 +102,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     place, name = places[0], str(getattr(func, "__name__", ""))
     if name == "__get__":
         return _read(func, args, place, dress)
-    if name in _ABOUT_IT or name.startswith("_fused_"):  # a whole update of elements, in one kernel
+    if is_about_tensor(name):
         return func(*args, **kwargs)
     local = next(tensor.shape for tensor in tensors if find(tensor) is not None)
     if name.startswith("_foreach_"):
@@ -154,6 +154,11 @@ def writes(name: str) -> bool:
 def is_elementwise(name: str) -> bool:
     """Whether a function of this name computes each element from those in the same place."""
     return _plain_name(name) in _ELEMENTWISE
+
+
+def is_about_tensor(name: str) -> bool:
+    """Whether a function of this name says something about a tensor, or makes one like it, and reads no element."""
+    return name in _ABOUT_IT or name == "__get__" or name.startswith("_fused_")
 
 
 def expect_lasting(func: Callable[..., Any], spec: ParameterSpec) -> None:

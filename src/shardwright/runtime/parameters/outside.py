@@ -75,7 +75,14 @@ def as_model() -> Iterator[None]:
 
 
 @contextmanager
-def _running(who: str) -> Iterator[None]:
+def as_anybody() -> Iterator[None]:
+    """Around a closure that an update calls: it runs the model and backward as if there were no update around it."""
+    with _running(None):
+        yield
+
+
+@contextmanager
+def _running(who: str | None) -> Iterator[None]:
     before, _who.runs = getattr(_who, "runs", None), who
     try:
         yield
