@@ -82,11 +82,14 @@ def search(
 
 
 class NothingFits(PlanError):
-    """There is no plan without a pipeline. Finding out why is slow, so it waits until somebody reads the message."""
+    """There is no plan without a pipeline. Finding out why is slow, so it waits until somebody reads the message.
 
-    def __init__(self, why: Callable[[], PlanError]) -> None:
+    bound     if there is one after all, it takes no less
+    """
+
+    def __init__(self, why: Callable[[], PlanError], bound: float) -> None:
         super().__init__()
-        self._why = why
+        self._why, self.bound = why, bound
 
     @cached_property
     def _message(self) -> str:
@@ -145,7 +148,8 @@ class _MeshSearch:
             best = fitter.best.time if fitter.best is not None else math.inf
             self.options.report(f"solved {results[at].candidate}", best)
         if fitter.best is None:
-            raise NothingFits(lambda: self._nothing_fits(results))
+            bound = min((result.within for result in results), default=math.inf)
+            raise NothingFits(lambda: self._nothing_fits(results), bound)
         return self._result(fitter.best, results, stopped, left_out(self.cluster, self.size))
 
     def _result(

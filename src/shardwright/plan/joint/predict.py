@@ -31,7 +31,8 @@ def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, g
     return {
         "for": made_for(cluster, training, graph),
         "seconds": _short(trial.seconds),
-        "estimate": _short(min(result.piped.bound, trial.seconds)),  # the lowest bound left; not a proof
+        "bound": _short(outcome.bound),
+        "gap": _short(outcome.gap),
         "stopped": result.piped.stopped,
         "compute": _short(_mean(trial, "compute")),
         "blocking": _short(_mean(trial, "waited")),
@@ -81,9 +82,11 @@ def pipeline_summary(outcome: JointResult) -> dict[str, Any]:
     best = piped.best
     names = {} if best is None else {best.pp_ranks[0].names[1]: "tp"}
     return {
+        "bound": _short(outcome.bound),
+        "gap": _short(outcome.gap),
         "pipelines": {
             "best": None if best is None else {"text": describe_trial(best, names), "seconds": _short(best.seconds)},
-            "estimate": _short(min(piped.bound, 1e12)),
+            "bound": _short(min(piped.bound, 1e12)),
             "tried": piped.tried,
             "pruned": piped.pruned,
             "stopped": piped.stopped,
