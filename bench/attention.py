@@ -8,97 +8,33 @@ python -m bench.attention --only sequence --rounds 5
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.rules import without_stripes
 from shardwright.runtime.launch import run_processes
 
 from .memory import Case, measure_case
+from .models import MODELS
 from .peers import Contender, training_step
 from .race import Ratio, ratio_of, ratio_of_minima
 from .ranks import Heat, run
-from .workload import Workload, optimizer_of
+from .workload import GPTWorkload, Workload, optimizer_of
 
 CONTIGUOUS = "cp=2, contiguous"
 """A ring of contiguous shards, in which the last rank has the most to do."""
 RACED = ("cp=2", CONTIGUOUS, "cp_all_gather=2", "ulysses=2", "tp=2")
-LONG = Workload(name="GPT 2 layers, d=128, 4,096 tokens", d=128, n_layer=2, n_head=4, seq=4096, batch=1, vocab=256)
-
-
-class WithLoss(nn.Module):
-    """A model of transformers, called with its input and labels."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.model, self.input_name = model, name
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.model(**{self.input_name: x}, labels=labels).loss
-
-
-def _text(kind: str, **options: Any) -> Callable[[int], WithLoss]:
-    def build(vocab: int) -> WithLoss:
-        import transformers
-
-        config = getattr(transformers, f"{kind}Config")(vocab_size=vocab, **options)
-        heads = {"Bert": "ForMaskedLM", "T5": "ForConditionalGeneration", "GPT2": "LMHeadModel"}
-        return WithLoss(getattr(transformers, f"{kind}{heads.get(kind, 'ForCausalLM')}")(config), "input_ids")
-
-    return build
-
-
-def _vit(classes: int) -> WithLoss:
-    import transformers
-
-    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = transformers.ViTConfig(image_size=64, patch_size=8, num_labels=classes, **sizes, **_NO_DROPOUT)
-    return WithLoss(transformers.ViTForImageClassification(config), "pixel_values")
-
-
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_WIDTHS = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
-REAL: dict[str, Callable[[int], WithLoss]] = {
-    "Llama": _text("Llama", **_WIDTHS, num_key_value_heads=2, use_cache=False),
-    "GPT-2": _text(
-        "GPT2", n_embd=256, n_layer=4, n_head=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
-    ),
-    "BERT": _text("Bert", **_WIDTHS, **_NO_DROPOUT),
-    "T5": _text(
-        "T5", d_model=256, d_ff=768, num_layers=3, num_heads=8, d_kv=32, dropout_rate=0.0, decoder_start_token_id=0,
-        use_cache=False,
-    ),
-    "ViT": _vit,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RealWorkload(Workload):
-    def model(self) -> Any:
-        torch.manual_seed(0)
-        return REAL[self.name](self.vocab)
-
-    def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        if self.name != "ViT":
-            return super().batches(count)
-        generator = torch.Generator().manual_seed(1)
-        pictures = torch.randn((count, self.batch, 3, 64, 64), generator=generator)
-        return [*zip(pictures, torch.randint(self.vocab, (count, self.batch), generator=generator), strict=True)]
+LONG = GPTWorkload(name="GPT 2 layers, d=128, 4,096 tokens", d=128, n_layer=2, n_head=4, seq=4096, batch=1, vocab=256)
 
 
 def overhead(rounds: int) -> Table:
-    table = Table("model", "CPU time / eager's", "spread", title="one rank, 256 tokens, batch 4")
-    for name in REAL:
-        work = RealWorkload(name=name, d=256, seq=256, batch=4)
-        heat = Heat(work=work, contenders=("single", "eager"), rounds=rounds, steps=1, world=1, cpu_time=True)
+    table = Table("model", "CPU time / eager's", "spread", title="one rank")
+    for name in ("llama-256", "gpt2", "bert", "t5", "vit"):
+        heat = Heat(work=MODELS[name], contenders=("single", "eager"), rounds=rounds, steps=1, world=1, cpu_time=True)
         _row(table, name, ratio_of_minima(run(heat), "single", "eager"))
     return table
 

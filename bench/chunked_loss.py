@@ -79,8 +79,8 @@ def measure_here(rank: int, name: str, plan: str) -> Measured:
 
 def predict(name: str, plan: str) -> MemoryPeak:
     analysis = analysed(name)
-    made = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
-    return simulate_memory(lower(analysis.graph, made, analysis), TrainingSetup(optimizer="adamw"))
+    planned = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
+    return simulate_memory(lower(analysis.graph, planned, analysis), TrainingSetup(optimizer="adamw"))
 
 
 @cache

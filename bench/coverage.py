@@ -65,18 +65,18 @@ def _run(options: Any, known: list[Row]) -> list[Row]:
     if options.resume or options.failed:
         bad = {row.model_type for row in known if not (row.dp and row.tp)} if options.failed else set()
         done = {row.model_type for row in known} - bad
-        wanted = [held for held in wanted if held.model_type not in done]
-    again = {held.model_type for held in wanted}
+        wanted = [expected for expected in wanted if expected.model_type not in done]
+    again = {expected.model_type for expected in wanted}
     resuming = options.only or options.resume or options.failed
     kept = [row for row in known if row.model_type not in again] if resuming else []
     path = Path(options.csv) if options.csv else RESULTS
-    found = list(kept)
+    actual = list(kept)
     begun = time.monotonic()
     for row in measured(wanted, options.jobs, "built" if options.built else "verified"):
-        found.append(row)
-        _say(row, len({row.model_type for row in found} & again), len(wanted), time.monotonic() - begun)
-        write(path, _sorted(found))
-    return _sorted(found)
+        actual.append(row)
+        _say(row, len({row.model_type for row in actual} & again), len(wanted), time.monotonic() - begun)
+        write(path, _sorted(actual))
+    return _sorted(actual)
 
 
 def _options() -> Any:
@@ -92,21 +92,21 @@ def _options() -> Any:
 def _say(row: Row, done: int, all_: int, seconds: float) -> None:
     message = row.reason or row.tp_reason or ("" if row.captured else "built")
     stages = (row.built, row.captured, row.dp, row.tp)
-    marks = "".join(mark if held else "-" for mark, held in zip("bcdt", stages, strict=True))
+    marks = "".join(mark if stage else "-" for mark, stage in zip("bcdt", stages, strict=True))
     labels = "labels" if row.labels else ""
     print(f"{done:4}/{all_} {seconds:6.0f} s  {marks} {row.split:4.0%} {row.seconds:5.1f} s  "
           f"{row.model_type:28} {labels:6} {message[:150]}", file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _sorted(found: Iterable[Row]) -> list[Row]:
-    return sorted(found, key=lambda row: (KINDS.index(row.kind), row.model_type, row.labels))
+def _sorted(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (KINDS.index(row.kind), row.model_type, row.labels))
 
 
-def write(path: Path, found: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
-        for row in found:
+        for row in rows:
             writer.writerow([_cell(getattr(row, name)) for name in FIELDS])
 
 

@@ -100,9 +100,9 @@ def _rank(rank: int, plans: list[str], pairs: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    found = {plan: measure(plan, pairs) for plan in plans}
+    by_key = {plan: measure(plan, pairs) for plan in plans}
     if rank == 0:
-        torch.save({plan: asdict(held) for plan, held in found.items()}, Path(folder) / "found.pt")
+        torch.save({plan: asdict(value) for plan, value in by_key.items()}, Path(folder) / "found.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -111,18 +111,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--plan", action="append")
-    asked = parser.parse_args()
-    plans = asked.plan or ["dp=2", "tp=2"]
+    options = parser.parse_args()
+    plans = options.plan or ["dp=2", "tp=2"]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(plans, asked.pairs, folder), nprocs=2)
-        found = torch.load(Path(folder) / "found.pt")
+        mp.spawn(_rank, args=(plans, options.pairs, folder), nprocs=2)
+        actual = torch.load(Path(folder) / "found.pt")
     table = Table("plan", "step", "with / without", "spread", "CPU time", "comparison / step", "in CPU time",
                   f"goal: {GOAL:.0%}")  # fmt: skip
-    for plan, held in found.items():
-        reached = "reached" if max(held["share"], held["cpu_share"]) < GOAL else "missed"
-        table.add_row(plan, f"{held['step_ms']:.1f} ms", f"{held['ratio']:.4f}", f"{held['spread']:.4f}",
-                      f"{held['cpu_ratio']:.4f}", f"{held['share']:.2%}",
-                      f"{held['cpu_share']:.2%}", reached)  # fmt: skip
+    for plan, value in actual.items():
+        reached = "reached" if max(value["share"], value["cpu_share"]) < GOAL else "missed"
+        table.add_row(plan, f"{value['step_ms']:.1f} ms", f"{value['ratio']:.4f}", f"{value['spread']:.4f}",
+                      f"{value['cpu_ratio']:.4f}", f"{value['share']:.2%}",
+                      f"{value['cpu_share']:.2%}", reached)  # fmt: skip
     Console().print(table)
 
 

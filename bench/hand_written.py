@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .peers import Contender, training_step, with_local_attention
+from .peers import Contender, training_step
+from .tensor_parallel import with_local_attention
 from .workload import Workload
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from tests.models.transformer import Transformer, TransformerConfig
 from tests.models.zoo import loss_of
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity
 
 import shardwright as sw
@@ -48,6 +49,8 @@ from shardwright.runtime.launch import run_processes
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 MODELS: dict[str, Callable[[], Case]] = {}
+WITHOUT_STORAGE = (FakeTensor, DTensor)  # of their own
+Result = TypeVar("Result")
 PATIENCE = 0.02
 GOAL = 0.10
 PLANS = ("single", "dp=2", "tp=2", "sp=2", "zero1=2", "zero2=2", "zero3=2", "dp=2,tp=2", "zero3=2,tp=2")
@@ -132,9 +135,9 @@ def mixtral() -> Case:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128}
     config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
     idx = torch.randint(4096, (8, 128))
-    made = MixtralForCausalLM(config)
-    made.set_experts_implementation("eager")
-    return made, (idx,), {"labels": idx.clone(), "use_cache": False}
+    built = MixtralForCausalLM(config)
+    built.set_experts_implementation("eager")
+    return built, (idx,), {"labels": idx.clone(), "use_cache": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +167,24 @@ def ranks_of(plan: str) -> int:
 def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
     """What rank 0 of a run of a model under a plan has allocated."""
     for _ in range(3):
-        found: list[Measured] = run_processes(ranks_of(plan), measure_here, name, plan, timeout=timeout)
-        if found[0].complete:
-            return found[0]
+        results: list[Measured] = run_processes(ranks_of(plan), measure_here, name, plan, timeout=timeout)
+        if results[0].complete:
+            return results[0]
     raise RuntimeError(f"{name} under {plan}: the profiler missed releases three times; is the machine busy?")
 
 
 def predict(name: str, plan: str) -> MemoryPeak:
     """What the model of memory says."""
     analysis = analysed(name)
-    made = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
-    return simulate_memory(lower(analysis.graph, made, analysis), TrainingSetup(optimizer="adamw"))
+    planned = make_plan(analysis.graph, analysis, PlanRequest.read(plan), ranks_of(plan))
+    return simulate_memory(lower(analysis.graph, planned, analysis), TrainingSetup(optimizer="adamw"))
 
 
 @cache
 def analysed(name: str) -> Analysis:
     module, args, kwargs = MODELS[name]()
-    found = capture(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
-    return analyse(found.graph, probing(found.functions))
+    captured = capture(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    return analyse(captured.graph, probing(captured.functions))
 
 
 def measure_here(rank: int, name: str, plan: str) -> Measured:
@@ -191,17 +194,18 @@ def measure_here(rank: int, name: str, plan: str) -> Measured:
 
 def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = None, **options: Any) -> Measured:
     """The same for what `make` returns; `options` are those of parallelize, `outputs` that of CompileOptions."""
-    others = alive()  # of what this process did before
-    module, args, kwargs = make()
-    optimizer = torch.optim.AdamW(module.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        compiled, optimizer = sw.parallelize(
-            module, optimizer, example=(args, kwargs), plan=plan,
-            compile=sw.CompileOptions(directory=folder, outputs=outputs), **options,
-        )  # fmt: skip
-    del module
-    gc.collect()
-    start = sum(size for address, size in alive().items() if address not in others)
+
+    def compile() -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
+        module, args, kwargs = make()
+        optimizer = torch.optim.AdamW(module.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            directory = sw.CompileOptions(directory=folder, outputs=outputs)
+            made = sw.parallelize(
+                module, optimizer, example=(args, kwargs), plan=plan, compile=directory, **options
+            )  # fmt: skip
+        return *made, args, kwargs
+
+    (compiled, optimizer, args, kwargs), start = alive_after(compile)
 
     def step() -> None:
         with torch.profiler.record_function("forward"):
@@ -213,21 +217,61 @@ def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = 
             optimizer.step()
             optimizer.zero_grad()
 
-    with patient(), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+    with patient(), recorded() as profile:
         step()
         step()
     events = profile.profiler.kineto_results.events()
     begins = {name: max(e.start_ns() for e in events if e.name() == name) for name in ("forward", "backward", "update")}
     most = dict.fromkeys(begins, 0)
-    held = before = start
-    for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        held += change
+    stored = before = start
+    for when, change in changes(profile):
+        stored += change
         now = [name for name, begin in begins.items() if when >= begin]
         if now:
-            most[now[-1]] = max(most[now[-1]], held)
+            most[now[-1]] = max(most[now[-1]], stored)
         else:
-            before = held
-    return Measured(before, **most, after=held)
+            before = stored
+    return Measured(before, **most, after=stored)
+
+
+def recorded() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def changes(profile: torch.profiler.profile) -> list[tuple[int, int]]:
+    """When the memory that torch holds has changed, and by how many bytes."""
+    events = profile.profiler.kineto_results.events()
+    return sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+
+
+def alive_after(make: Callable[[], Result]) -> tuple[Result, int]:
+    """What `make` returns, and the bytes of the tensors that are there since then: for what Python holds."""
+    others = alive()  # of what this process did before
+    result = make()
+    gc.collect()
+    return result, sum(size for address, size in alive().items() if address not in others)
+
+
+def allocated_by(make: Callable[[], Result]) -> tuple[Result, int]:
+    """What `make` returns, and the bytes it allocated and has not released, which C++ may hold, as DDP's buckets."""
+    with recorded() as profile:
+        result = make()
+        gc.collect()
+    return result, sum(change for _, change in changes(profile))
+
+
+def peak_of_step(start: int, step: Callable[[], object]) -> int:
+    """The most that torch holds in the second step of something that holds `start` bytes before the first."""
+    with patient(), recorded() as profile:
+        step()
+        with torch.profiler.record_function("measured"):
+            step()
+    begin = next(e.start_ns() for e in profile.profiler.kineto_results.events() if e.name() == "measured")
+    stored = most = start
+    for when, change in changes(profile):
+        stored += change
+        most = max(most, stored) if when >= begin else stored
+    return most
 
 
 class Patient:
@@ -268,22 +312,22 @@ def patient() -> Iterator[None]:
 
 def alive() -> dict[int, int]:
     """The bytes of every storage that some tensor in this process has, but for memory that ranks share."""
-    found: dict[int, int] = {}
-    for held in gc.get_objects():
-        if issubclass(type(held), Tensor) and not isinstance(held, FakeTensor) and held.device.type == "cpu":
-            storage = Tensor.untyped_storage(held)
+    by_address: dict[int, int] = {}
+    for value in gc.get_objects():
+        if issubclass(type(value), Tensor) and not isinstance(value, WITHOUT_STORAGE) and value.device.type == "cpu":
+            storage = Tensor.untyped_storage(value)
             if storage.resizable():  # else torch did not allocate it
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                by_address[storage.data_ptr()] = storage.nbytes()
+    return by_address
 
 
 def row(name: str, plan: str) -> tuple[str, ...]:
-    found, truth = predict(name, plan), measure(name, plan)
-    off = found.peak / truth.peak - 1
-    parts = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers, found.inputs)
+    actual, truth = predict(name, plan), measure(name, plan)
+    off = actual.peak / truth.peak - 1
+    parts = (actual.parameters, actual.gradients, actual.optimizer, actual.activations, actual.buffers, actual.inputs)
     colour = "green" if abs(off) <= GOAL else "red"
-    where = f"{found.at[1]}, {found.at[0]}"
-    return name, plan, mib(found.peak), mib(truth.peak), f"[{colour}]{off:+.1%}", *map(mib, parts), where
+    where = f"{actual.at[1]}, {actual.at[0]}"
+    return name, plan, mib(actual.peak), mib(truth.peak), f"[{colour}]{off:+.1%}", *map(mib, parts), where
 
 
 def mib(size: float) -> str:

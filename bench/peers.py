@@ -1,4 +1,4 @@
-"""The peers, each set up as its documentation says, on the arithmetic of the same GPT.
+"""The peers that share out the batch, each set up as its documentation says.
 
 A contender takes a step on a global batch: forward, backward, optimizer. A peer that cuts the batch
 takes its own rows of it, as ours does.
@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from examples.gpt import GPT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from .workload import Workload, optimizer_of
@@ -28,6 +25,9 @@ class Contender:
     step: Step  # (inputs, targets) -> loss
     loss_is_share: bool = False  # the loss is of this rank's rows: the mean over ranks is the loss
     is_whole: bool = True  # it does all the work, and so has the losses of one device
+    alone: bool = False  # only rank 0 works
+    plan: str = ""  # of ours: what was planned
+    predicted: float | None = None  # of ours: seconds a step
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rows: bool) -> Step:
@@ -45,62 +45,32 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def eager(work: Workload) -> Contender:
-    return Contender(name="eager", step=training_step(work.model(), rows=False))
+    """One process and one thread, as a user has it before; where there are several ranks only the first works."""
+    step = training_step(work.model(), rows=False)
+    return Contender(name="eager", step=step if dist.get_rank() == 0 else lambda x, y: torch.zeros(()), alone=True)
 
 
-def ddp(work: Workload) -> Contender:
+def ddp(work: Workload, *, fused: bool = False) -> Contender:
+    """fused: with the optimizer's fused kernel, which we take by ourselves."""
     model = DistributedDataParallel(work.model())
-    return Contender(name="DDP", step=training_step(model, rows=True), loss_is_share=True)
+    optimizer = optimizer_of(model, fused=fused)
+    name = "DDP, fused optimizer" if fused else "DDP"
+    return Contender(
+        name=name, step=training_step(model, optimizer, rows=True), loss_is_share=True, is_whole=is_by_sample(model)
+    )
 
 
 def fsdp2(work: Workload) -> Contender:
-    """Per block and at the root, resharded after forward: ZeRO-3."""
+    """Per layer and at the root, resharded after forward: ZeRO-3."""
     model = work.model()
+    by_sample = is_by_sample(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    for layer in work.layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
-    return Contender(name="FSDP2", step=training_step(model, rows=True), loss_is_share=True)
+    return Contender(name="FSDP2", step=training_step(model, rows=True), loss_is_share=True, is_whole=by_sample)
 
 
-class LocalAttention(nn.Module):
-    """The GPT's attention over the heads that this rank holds, whatever their number."""
-
-    def __init__(self, qkv: nn.Module, proj: nn.Module, head: int) -> None:
-        super().__init__()
-        self.qkv, self.proj, self.head = qkv, proj, head
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.qkv(x)
-        q, k, v = qkv.split(qkv.size(-1) // 3, 2)
-        q = q.view(B, T, -1, self.head).transpose(1, 2)
-        k = k.view(B, T, -1, self.head).transpose(1, 2)
-        v = v.view(B, T, -1, self.head).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
-
-
-def by_rank(rows: Tensor, world: int) -> Tensor:
-    """Rows of q, k, v to the order in which a plain cut gives every rank its heads of all three."""
-    return rows.unflatten(0, (3, world, -1)).transpose(0, 1).flatten(0, 2).contiguous()
-
-
-def with_local_attention(model: GPT, world: int) -> GPT:
-    for block in model.blocks:
-        attn = block.attn
-        attn.qkv.weight.data = by_rank(attn.qkv.weight.data, world)
-        attn.qkv.bias.data = by_rank(attn.qkv.bias.data, world)
-        block.attn = LocalAttention(attn.qkv, attn.proj, attn.qkv.in_features // attn.n_head)
-    return model
-
-
-def dtensor_tp(work: Workload) -> Contender:
-    """parallelize_module: column-wise in, row-wise out. Norms, embedding and head are whole on each rank."""
-    world = dist.get_world_size()
-    mesh: DeviceMesh = init_device_mesh("cpu", (world,))
-    model = with_local_attention(work.model(), world)
-    for block in model.blocks:
-        layers = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel()}
-        parallelize_module(block, mesh, layers | {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
-    return Contender(name="DTensor TP", step=training_step(model, rows=False))
+def is_by_sample(model: nn.Module) -> bool:
+    """Whether a replica computes the same with its own samples alone: batch norms take statistics over a batch."""
+    return not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

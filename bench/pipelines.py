@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from examples.gpt import GPT
 from rich.console import Console
 from rich.progress import Progress
@@ -34,64 +33,45 @@ from torch.distributed.pipelining.schedules import (
 
 import shardwright as sw
 
+from .models import loss_of_logits
 from .peers import Contender, training_step
 from .race import Times, check_agreement, race, ratio_of
-from .workload import Workload, optimizer_of
+from .stages import STAGES
+from .workload import GPTWorkload, Workload, optimizer_of
 
 PAIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
          "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble}  # fmt: skip
+MICROBATCHES = 4
+"""Of a pipeline in the race of models."""
 CHUNKS = {"interleaved": 2, "zbv": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Untied(Workload):
+class Untied(GPTWorkload):
     """The GPT with a head of its own."""
 
     def model(self) -> GPT:
-        made = super().model()
-        made.head.weight = nn.Parameter(made.head.weight.detach().clone())
-        return made
-
-
-class Run(nn.Module):
-    """Some blocks of a GPT, with the embeddings if they are the first, and the head if they are the last."""
-
-    def __init__(self, model: GPT, start: int, end: int) -> None:
-        super().__init__()
-        self.blocks = model.blocks[start:end]
-        self.enter = nn.ModuleList([model.wte, model.wpe]) if start == 0 else None
-        self.leave = nn.ModuleList([model.ln, model.head]) if end == len(model.blocks) else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.enter is not None:
-            x = self.enter[0](x) + self.enter[1](torch.arange(x.size(1)))
-        for block in self.blocks:
-            x = block(x)
-        if self.leave is not None:
-            x = self.leave[1](self.leave[0](x))
-        return x
-
-
-def loss_of(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+        output = super().model()
+        output.head.weight = nn.Parameter(output.head.weight.detach().clone())
+        return output
 
 
 def peer(kind: str, work: Workload, microbatches: int) -> Contender:
     rank, world, chunks = dist.get_rank(), dist.get_world_size(), CHUNKS.get(kind, 1)
     model, count = work.model(), world * chunks
-    each = work.n_layer // count
+    each = len(work.layers(model)) // count
     mine = [rank, 2 * world - 1 - rank] if kind == "zbv" else [rank + world * at for at in range(chunks)]
-    runs = [Run(model, at * each, (at + 1) * each) for at in mine]
+    runs = [STAGES[work.kind](model, at * each, (at + 1) * each) for at in mine]
     stages = [PipelineStage(run, at, count, torch.device("cpu")) for run, at in zip(runs, mine, strict=True)]
     single = kind in ("gpipe", "1f1b")
-    schedule = PAIRS[kind](stages[0] if single else stages, microbatches, loss_fn=loss_of)
+    schedule = PAIRS[kind](stages[0] if single else stages, microbatches, loss_fn=loss_of_logits)
     optimizer = optimizer_of(nn.ModuleList(runs))
     last = 0 if kind == "zbv" else world - 1
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        given = {"target": y, "losses": losses} if rank == last else {}
-        schedule.step(*([x] if 0 in mine else []), **given)
+        inputs = {"target": y, "losses": losses} if rank == last else {}
+        schedule.step(*([x] if 0 in mine else []), **inputs)
         optimizer.step()
         optimizer.zero_grad()
         loss = torch.stack(losses).mean().detach() if rank == last else torch.zeros(())
@@ -110,28 +90,28 @@ def ours(kind: str, work: Workload, microbatches: int) -> Contender:
     return Contender(name=f"ours {kind}", step=training_step(model, optimizer, rows=False))
 
 
-def _rank(rank: int, asked: argparse.Namespace, work: Workload, folder: str) -> None:
+def _rank(rank: int, options: argparse.Namespace, work: Workload, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(Path(folder) / "store"), asked.ranks), rank=rank, world_size=asked.ranks
+        "gloo", store=dist.FileStore(str(Path(folder) / "store"), options.ranks), rank=rank, world_size=options.ranks
     )
     makers: tuple[Callable[[str, Workload, int], Contender], ...] = (ours, peer)
-    made = [make(kind, work, asked.microbatches) for kind in asked.kinds.split(",") for make in makers]
-    contenders = {contender.name: contender for contender in made}
+    values = [make(kind, work, options.microbatches) for kind in options.kinds.split(",") for make in makers]
+    contenders = {contender.name: contender for contender in values}
     check_agreement(contenders, work)
     with Progress(disable=rank != 0, transient=True) as bar:
-        task = bar.add_task(work.name, total=asked.rounds + 1)
-        times = race(contenders, work, rounds=asked.rounds, steps=2, progress=lambda: bar.advance(task))
+        task = bar.add_task(work.name, total=options.rounds + 1)
+        times = race(contenders, work, rounds=options.rounds, steps=2, progress=lambda: bar.advance(task))
     if rank == 0:
-        Console().print(table_of(times, asked, work))
+        Console().print(table_of(times, options, work))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table_of(times: Times, asked: argparse.Namespace, work: Workload) -> Table:
-    title = f"{work.name}, {asked.ranks} ranks, {asked.microbatches} microbatches"
+def table_of(times: Times, options: argparse.Namespace, work: Workload) -> Table:
+    title = f"{work.name}, {options.ranks} ranks, {options.microbatches} microbatches"
     table = Table("schedule", "ours", "torch", "torch / ours", "spread", title=title)
-    for kind in asked.kinds.split(","):
+    for kind in options.kinds.split(","):
         a, b = f"ours {kind}", f"torch {kind}"
         ratio = ratio_of(times, b, a)
         table.add_row(
@@ -148,11 +128,11 @@ def main() -> None:
     parser.add_argument("--d", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--kinds", default="1f1b,zb")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    work = Untied(name=f"GPT {asked.layers} layers, d={asked.d}", d=asked.d, n_layer=asked.layers, batch=16)
+    work = Untied(name=f"GPT {options.layers} layers, d={options.d}", d=options.d, n_layer=options.layers, batch=16)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(asked, work, folder), nprocs=asked.ranks)
+        mp.spawn(_rank, args=(options, work, folder), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ class Case:
 class Bottleneck(nn.Module):
     """Three convolutions beside a short way."""
 
-    def __init__(self, given: int, width: int, out: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, out: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(given, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
-        short = nn.Sequential(nn.Conv2d(given, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-        self.short = short if stride != 1 or given != out else nn.Identity()
+        short = nn.Sequential(nn.Conv2d(inputs, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.short = short if stride != 1 or inputs != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn1(self.conv1(x)).relu()
@@ -73,15 +73,15 @@ class ResNet(nn.Module):
         self.conv, self.bn = nn.Conv2d(3, 64 * wide, 7, 2, 3, bias=False), nn.BatchNorm2d(64 * wide)
         self.pool = nn.MaxPool2d(3, 2, 1)
         self.stages = nn.ModuleList()
-        given = 64 * wide
+        inputs = 64 * wide
         for number, count in enumerate(layers):
             width = 64 * wide * 2**number
             blocks = []
             for at in range(count):
-                blocks.append(Bottleneck(given, width, 4 * width, 2 if at == 0 and number else 1))
-                given = 4 * width
+                blocks.append(Bottleneck(inputs, width, 4 * width, 2 if at == 0 and number else 1))
+                inputs = 4 * width
             self.stages.append(nn.Sequential(*blocks))
-        self.head = nn.Linear(given, classes)
+        self.head = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.pool(self.bn(self.conv(x)).relu())
@@ -132,8 +132,8 @@ def llama(hidden: int, inner: int, layers: int, heads: int, rows: int) -> tuple[
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     # with a mask for padding; without one transformers looks for packed sequences, and makes a mask of the whole batch
-    given = {"attention_mask": ids(rows, 8192), "labels": ids(rows, 8192), "use_cache": False}
-    return model, ((ids(rows, 8192),), given)
+    inputs = {"attention_mask": ids(rows, 8192), "labels": ids(rows, 8192), "use_cache": False}
+    return model, ((ids(rows, 8192),), inputs)
 
 
 class Deep(nn.Module):

@@ -194,9 +194,9 @@ def _rank(rank: int, job: str, ranks: int, plans: dict[str, str], rounds: int, s
 
 
 def _slowest(seconds: float) -> float:
-    held = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return float(held)
+    values = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return float(values)
 
 
 def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str], console: Console) -> list[Run]:
@@ -206,7 +206,7 @@ def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str],
         f"{1e3 * cluster.meeting:.2f} ms are lost when ranks meet"
     )
     then = median(measure(names[0], ranks, {}, 0, 0)[SPEED])
-    found = []
+    collected = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
         save(cluster, path)
@@ -224,13 +224,13 @@ def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str],
             for request, times in measured.items():
                 predicted[request] *= drift
                 low, _, high = quantiles(times, n=4)
-                found.append(
+                collected.append(
                     Run(job=name, ranks=ranks, plan=request, predicted=predicted[request], measured=median(times),
                         spread=(high - low) / median(times))
                 )  # fmt: skip
                 console.print(f"  {name} on {ranks}, {request}: predicted {1e3 * predicted[request]:.1f} ms, "
                               f"measured {1e3 * median(times):.1f} ms")  # fmt: skip
-    return found
+    return collected
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -238,30 +238,30 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
     def ranked(values: Sequence[float]) -> list[float]:
         order = sorted(range(len(values)), key=lambda at: values[at])
-        found = [0.0] * len(values)
+        actual = [0.0] * len(values)
         for place, at in enumerate(order):
-            found[at] = float(place)
-        return found
+            actual[at] = float(place)
+        return actual
 
     x, y = torch.tensor([ranked(a), ranked(b)], dtype=torch.float64)
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
 
 
-def report(found: Sequence[Run], console: Console) -> dict[str, Any]:
+def report(runs: Sequence[Run], console: Console) -> dict[str, Any]:
     table = Table("model", "ranks", "plan", "predicted ms", "measured ms", "error", "spread")
-    for run in found:
+    for run in runs:
         table.add_row(
             run.job, str(run.ranks), run.plan, f"{1e3 * run.predicted:.1f}", f"{1e3 * run.measured:.1f}",
             f"{100 * (run.predicted / run.measured - 1):+.0f} %", f"{100 * run.spread:.0f} %",
         )  # fmt: skip
     console.print(table)
-    correlation = spearman([run.predicted for run in found], [run.measured for run in found])
-    error = median(run.error for run in found)
-    console.print(f"{len(found)} runs: Spearman {correlation:.3f}, median error {100 * error:.0f} %")
+    correlation = spearman([run.predicted for run in runs], [run.measured for run in runs])
+    error = median(run.error for run in runs)
+    console.print(f"{len(runs)} runs: Spearman {correlation:.3f}, median error {100 * error:.0f} %")
     chosen = {}
-    for run in found:
+    for run in runs:
         if run.plan == "auto":
-            fastest = min((r for r in found if (r.job, r.ranks) == (run.job, run.ranks)), key=lambda r: r.measured)
+            fastest = min((r for r in runs if (r.job, r.ranks) == (run.job, run.ranks)), key=lambda r: r.measured)
             ratio = run.measured / fastest.measured
             chosen[f"{run.job} on {run.ranks}"] = ratio
             console.print(
@@ -272,7 +272,7 @@ def report(found: Sequence[Run], console: Console) -> dict[str, Any]:
         "spearman": correlation,
         "median error": error,
         "auto against the fastest": chosen,
-        "runs": [vars(run) for run in found],
+        "runs": [vars(run) for run in runs],
     }
 
 
@@ -284,14 +284,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("-o", "--output", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     console = Console(width=120)
-    found = [
-        run for ranks in asked.ranks for run in runs(ranks, asked.rounds, asked.steps, asked.quick, asked.jobs, console)
+    results = [
+        run
+        for ranks in options.ranks
+        for run in runs(ranks, options.rounds, options.steps, options.quick, options.jobs, console)
     ]
-    result = report(found, console)
-    if asked.output is not None:
-        asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = report(results, console)
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -56,15 +56,15 @@ def predicted_plan(row: Row) -> Plan:
 def _flat(row: Row) -> Plan:
     """By a plan string. Layers that are recomputed in part are put into the plan, which is priced again."""
     model, example = language_model(row, row.microbatch * row.dp)
-    asked = {
+    options = {
         "cluster": cluster(row), "precision": precision(row), "accumulate": row.accumulate, "compile": OUTPUTS
     }  # fmt: skip
-    plan = sw.plan(model, example=example, plan=plan_string(row), **asked)
+    plan = sw.plan(model, example=example, plan=plan_string(row), **options)
     if row.recompute in ("none", "full"):
         return plan
     (stage,) = plan.entries["train"]
     again = replace(stage, recompute=recomputed_modules(row, model))
-    return sw.plan(model, example=example, plan=replace(plan, entries={"train": (again,)}), **asked)
+    return sw.plan(model, example=example, plan=replace(plan, entries={"train": (again,)}), **options)
 
 
 def _pipeline(row: Row) -> Plan:

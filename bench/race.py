@@ -18,10 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .peers import Contender, eager
+from .peers import Contender, training_step
 from .workload import Workload
 
 Times = dict[str, list[float]]  # contender -> seconds a step, one per round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lap:
+    """Seconds a step of one contender in one round."""
+
+    wall: float
+    cpu: float  # user and system time of this rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +44,18 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return turned[::-1] if number % 2 else turned
 
 
-def check_agreement(contenders: Mapping[str, Contender], work: Workload, *, steps: int = 3) -> None:
-    """Before anything is timed: every contender that is whole has the losses of one device: it does the same work."""
+def check_agreement(contenders: Mapping[str, Contender], work: Workload, *, steps: int = 3, taken: int = 0) -> None:
+    """Before anything is timed: every contender that is whole has the losses of one device: it does the same work.
+
+    taken   how many steps on the first batch the contenders have behind them
+    """
     batches = work.batches(steps)
-    reference = eager(work)
-    expected = [reference.step(*batch).item() for batch in batches]
+    reference = training_step(work.model(), rows=False)
+    for _ in range(taken):
+        reference(*work.batches(1)[0])
+    expected = [reference(*batch).item() for batch in batches]
     for name, contender in contenders.items():
-        if not contender.is_whole:
+        if contender.alone or not contender.is_whole:
             continue
         losses = [whole_loss(contender, contender.step(*batch)) for batch in batches]
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, msg=lambda text, name=name: f"{name}: {text}")
@@ -62,22 +75,35 @@ def race(
     *,
     rounds: int,
     steps: int,
-    clock: Callable[[], float] = time.perf_counter,
+    cpu_time: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> Times:
+    laps = run_laps(contenders, work, rounds=rounds, steps=steps, progress=progress)
+    return {name: [lap.cpu if cpu_time else lap.wall for lap in each] for name, each in laps.items()}
+
+
+def run_laps(
+    contenders: Mapping[str, Contender],
+    work: Workload,
+    *,
+    rounds: int,
+    steps: int,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, list[Lap]]:
     batches = work.batches(steps)
-    times: Times = {name: [] for name in contenders}
+    laps: dict[str, list[Lap]] = {name: [] for name in contenders}
     for number in range(-1, rounds):  # round -1 warms up
         for name in order(list(contenders), number):
             dist.barrier()
-            start = clock()
+            start, busy = time.perf_counter(), time.process_time()
             for batch in batches:
                 contenders[name].step(*batch)
+            cpu = time.process_time() - busy
             dist.barrier()
             if number >= 0:
-                times[name].append((clock() - start) / steps)
+                laps[name].append(Lap(wall=(time.perf_counter() - start) / steps, cpu=cpu / steps))
         progress()
-    return times
+    return laps
 
 
 def ratio_of(times: Times, above: str, below: str) -> Ratio:

@@ -3,6 +3,8 @@
 python -m bench.run                          all of it
 python -m bench.run --only races --rounds 5  a part, quickly; writes no results
 python -m bench.run --race ddp,eager         any contenders against the first; writes no results (--d 512: wider)
+python -m bench.run --models all             real models on 2 and 4 ranks: bench/race.json, docs/benchmarks.md
+python -m bench.run --models llama-256,resnet --ranks 2 --rounds 4        a part of it; prints, writes no results
 """
 
 import argparse
@@ -17,11 +19,14 @@ from rich.table import Table
 
 from .compile_llama import in_own_process
 from .entries import OVERHEAD, PAIRS, Entry, compile_entries, unmeasured_compile
+from .model_race import PEERS, Standing, machine, results_of, run_model, write_page
+from .models import MODELS
 from .race import Times, ratio_of, ratio_of_minima
 from .ranks import Heat, run
-from .workload import LLAMAS, NARROW, WIDE, WIDEST, Workload
+from .workload import NARROW, WIDE, WIDEST, Workload
 
 RESULTS = Path(__file__).parent / "results.json"
+RACE = Path(__file__).parent / "race.json"
 STEPS = {NARROW: 3, WIDE: 2, WIDEST: 2}  # in a row, so that a cell of the race lasts about a second
 WIDTHS = {work.d: work for work in STEPS}
 SINGLE = "single"  # the plan string of a program for one rank
@@ -38,20 +43,6 @@ def races(rounds: int) -> list[Entry]:
             entries += [Entry(claim=claim, measured=None, why_not=last_line(error)) for claim in claims.values()]
             continue
         entries += [Entry(claim=c, measured=ratio_of(times, pair.peer, pair.ours)) for pair, c in claims.items()]
-    return entries
-
-
-def llama(rounds: int) -> list[Entry]:
-    """Attention at length: what eager runs as causal is causal in ours."""
-    entries = []
-    for work in LLAMAS:
-        pair = PAIRS[0]
-        try:
-            times = run(Heat(work=work, contenders=(pair.ours, pair.peer), rounds=rounds, steps=1))
-        except Exception as error:
-            entries.append(Entry(claim=pair.claim(work.name), measured=None, why_not=last_line(error)))
-            continue
-        entries.append(Entry(claim=pair.claim(work.name), measured=ratio_of(times, pair.peer, pair.ours)))
     return entries
 
 
@@ -102,15 +93,59 @@ def free_race(names: tuple[str, ...], work: Workload, rounds: int) -> Table:
     return table
 
 
+def model_race(args: argparse.Namespace, console: Console) -> None:
+    names = list(MODELS) if args.models == "all" else args.models.split(",")
+    ranks, rounds, before = [int(size) for size in args.ranks.split(",")], args.rounds or 8, machine()
+    some = tuple(args.contenders.split(";")) if args.contenders else ()
+    standings, failed = [], {}
+    for name in names:
+        for size in ranks:
+            try:
+                standings.append(run_model(MODELS[name], size, rounds, args.steps, some))
+            except Exception as error:  # the others have still to race
+                failed[f"{name} on {size} ranks"] = str(error).strip()
+                console.print(f"[red]{name} on {size} ranks failed: {last_line(error)}")
+                continue
+            console.print(table_of_race(standings[-1]))
+    results = {**results_of(standings, before, rounds), "failed": failed}
+    if args.models == "all" and not some:
+        RACE.write_text(json.dumps(results, indent=1) + "\n")
+        write_page(results)
+        console.print(f"written to {RACE.relative_to(Path.cwd())} and docs/benchmarks.md")
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(failed) + len(standings)} races failed")
+
+
+def table_of_race(standing: Standing) -> Table:
+    title = f"{standing.model} on {standing.ranks} ranks"
+    below = "auto" if "auto" in standing.finishes else [*standing.finishes][-1]
+    table = Table("contender", "step", f"over {below}", "spread", "CPU a rank", "memory", "plan", title=title)
+    for name, finish in standing.finishes.items():
+        ratio = standing.ratio(name, below)
+        table.add_row(
+            PEERS.get(name, name), f"{1e3 * standing.time(name):.0f} ms", f"{ratio.value:.3f}", f"{ratio.spread:.2g}",
+            f"{1e3 * median(finish.cpu):.0f} ms", f"{(finish.memory or 0) / 2**20:.1f} MiB", finish.plan,
+        )  # fmt: skip
+    return table
+
+
 def main() -> None:
-    parts = {"races": races, "llama": llama, "overhead": overhead, "compile": compiling}
+    parts = {"races": races, "overhead": overhead, "compile": compiling}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, help="24; in the race of models 8")
     parser.add_argument("--only", choices=parts)
     parser.add_argument("--race", help="contenders, separated by spaces or commas: eager ddp fsdp2 dtensor hand silent")
     parser.add_argument("--d", type=int, choices=WIDTHS, default=NARROW.d, help="with --race: the width of the model")
+    parser.add_argument("--models", help=f"all, or some of {', '.join(MODELS)}")
+    parser.add_argument("--ranks", default="2,4", help="with --models")
+    parser.add_argument("--contenders", help='with --models: only some of them, such as "ddp;fsdp2;auto;zero3=2"')
+    parser.add_argument("--steps", type=int, default=2, help="with --models: in a row, in each turn")
     args = parser.parse_args()
     console = Console()
+    if args.models:
+        model_race(args, console)
+        return
+    args.rounds = args.rounds or 24
     if args.race:
         names = tuple(args.race.replace(",", " ").split())
         console.print(free_race(names, WIDTHS[args.d], args.rounds))

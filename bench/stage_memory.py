@@ -35,8 +35,8 @@ def plan_of(case: Case) -> Plan:
     """The plan that the search finds for a case."""
     name, ranks, stages, microbatches, schedule = case
     module, args, kwargs = MODELS[name]()
-    asked = [{"stages": stages}, {"microbatches": microbatches}, {"schedule": schedule}]
-    return sw.plan(module, example=(args, kwargs), cluster=ranks, constraints=asked)
+    options = [{"stages": stages}, {"microbatches": microbatches}, {"schedule": schedule}]
+    return sw.plan(module, example=(args, kwargs), cluster=ranks, constraints=options)
 
 
 def measure_here(rank: int, name: str, path: str) -> Measured:
@@ -53,9 +53,9 @@ def rows(case: Case) -> list[tuple[str, ...]]:
         by_rank |= dict.fromkeys(planned.mesh.devices, stage["memory"])
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         plan.save(file.name)
-        found: list[Measured] = run_processes(ranks, measure_here, name, file.name, timeout=300.0)
+        results: list[Measured] = run_processes(ranks, measure_here, name, file.name, timeout=300.0)
     table = []
-    for rank, truth in enumerate(found):
+    for rank, truth in enumerate(results):
         off = by_rank[rank] / truth.peak - 1
         colour = "green" if abs(off) <= 1.5 * GOAL else "red"
         phases = " ".join(mib(size) for size in (truth.forward, truth.backward, truth.update))

@@ -17,9 +17,9 @@ from shardwright.runtime.collectives import comm
 @sw.register_op("b (h d^) -> b (h d^)")
 def rotated(x: Tensor, h: int) -> Tensor:
     """The two halves of every head turned by one radian; a rank that has half of the heads calls it with half of h."""
-    one, two = x.unflatten(1, (h, 2, -1)).unbind(2)
+    first, two = x.unflatten(1, (h, 2, -1)).unbind(2)
     angle = torch.tensor(1.0)
-    return torch.stack([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], 2).flatten(1)
+    return torch.stack([first * angle.cos() - two * angle.sin(), first * angle.sin() + two * angle.cos()], 2).flatten(1)
 
 
 @sw.register_op()

@@ -51,9 +51,9 @@ def add_lora(model: nn.Module, rank: int) -> None:
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
     """Add the products to the weights that they stand beside, one whole weight at a time."""
-    held = model.state_dict()
-    for path in [key.removesuffix(".up") for key in held if key.endswith(".up")]:
-        weight, up, down = (whole(held[f"{path}.{name}"]) for name in ("weight", "up", "down"))
+    state = model.state_dict()
+    for path in [key.removesuffix(".up") for key in state if key.endswith(".up")]:
+        weight, up, down = (whole(state[f"{path}.{name}"]) for name in ("weight", "up", "down"))
         model.load_state_dict({f"{path}.weight": weight + up @ down * (16 / up.shape[1])}, strict=False)
 
 
@@ -110,8 +110,8 @@ def main(argv: list[str] | None = None) -> tuple[list[float], str]:
 def written_by(folder: Path, text: Characters) -> str:
     """Open what was exported as anybody would, and let it continue a few characters."""
     tuned = AutoModelForCausalLM.from_pretrained(folder)
-    made = tuned.generate(text.tokens[None, :16], max_new_tokens=48, do_sample=False, pad_token_id=0)
-    message = text.decode(made[0])
+    built = tuned.generate(text.tokens[None, :16], max_new_tokens=48, do_sample=False, pad_token_id=0)
+    message = text.decode(built[0])
     print(f"{folder} writes: {message!r}")
     return message
 

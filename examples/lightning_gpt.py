@@ -74,11 +74,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         callbacks=[ModelCheckpoint(args.out, save_last=True)], enable_progress_bar=args.bar,
     )  # fmt: skip
     trainer.fit(LitGPT(len(text.alphabet), args.seq), train, val, ckpt_path=args.resume)
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    by_key = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
-        message = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        message = ", ".join(f"{name} {value:.4f}" for name, value in by_key.items())
         print(f"after {trainer.global_step} steps: {message}")
-    return found
+    return by_key
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -27,7 +27,7 @@ from shardwright.verify import original
 
 MOST = 64
 CALLERS = ("compile.compiler", "parallelize", "verify.parity", "verify.program", "rehearse.rehearsal")
-_made: dict[bytes | None, CapturedGraph] = {}
+_captured_graphs: dict[bytes | None, CapturedGraph] = {}
 
 
 def keep_captures() -> None:
@@ -44,8 +44,8 @@ def captured(
 ) -> CapturedGraph:  # fmt: skip
     """What `capture` gives, or gave."""
     key = _key(module, tuple(args), dict(kwargs), entry, promote, masks.unpadded)
-    held = _made.get(key)
-    return held or _keep(key, capture(module, args, kwargs, entry=entry, promote=promote, real=real, masks=masks))
+    stored = _captured_graphs.get(key)
+    return stored or _keep(key, capture(module, args, kwargs, entry=entry, promote=promote, real=real, masks=masks))
 
 
 def captured_pair(
@@ -54,7 +54,7 @@ def captured_pair(
 ) -> tuple[CapturedGraph, CapturedGraph | None]:  # fmt: skip
     """What `capture_pair` gives, or gave."""
     keys = [_key(module, args, kwargs, entry, wanted, masks.unpadded) for wanted in (False, True)]
-    plain, wide = (_made.get(key) for key in keys)
+    plain, wide = (_captured_graphs.get(key) for key in keys)
     if plain is None or (wide is None and promote(plain.graph)):
         plain, wide = capture_pair(module, args, kwargs, entry=entry, real=real, promote=promote, masks=masks)
         _keep(keys[0], plain)
@@ -63,19 +63,24 @@ def captured_pair(
     return plain, wide if promote(plain.graph) else None
 
 
-def _keep(key: bytes | None, made: CapturedGraph) -> CapturedGraph:
-    if key is not None and not made.fixed_buffers:  # which depends on values
-        if len(_made) >= MOST:
-            del _made[next(iter(_made))]
-        _made[key] = made
-    return made
+def _keep(key: bytes | None, captured: CapturedGraph) -> CapturedGraph:
+    if key is not None and not captured.fixed_buffers:  # which depends on values
+        if len(_captured_graphs) >= MOST:
+            del _captured_graphs[next(iter(_captured_graphs))]
+        _captured_graphs[key] = captured
+    return captured
 
 
 def _key(module: nn.Module, *call: Any) -> bytes | None:
     if AUTO in vars(module) or any(opaque_parts(module)):
         return None
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-    setting = (torch.is_grad_enabled(), autocast, torch.get_default_dtype(), [id(held) for held in CALLEES.values()])
+    setting = (
+        torch.is_grad_enabled(),
+        autocast,
+        torch.get_default_dtype(),
+        [id(callee) for callee in CALLEES.values()],
+    )
     written = io.BytesIO()
     try:
         _Described(written).dump((module, pytree.tree_map_only(Tensor, _like, call), setting))
@@ -95,7 +100,7 @@ class _Described(pickle.Pickler):
         super().__init__(file)
         self.seen: dict[int, int] = {}
 
-    def persistent_id(self, held: Any) -> Any:
-        if not isinstance(held, Tensor):
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
             return None
-        return self.seen.setdefault(id(held), len(self.seen)), _like(held), None if held.is_meta else held.tolist()
+        return self.seen.setdefault(id(value), len(self.seen)), _like(value), None if value.is_meta else value.tolist()

@@ -44,7 +44,7 @@ def launch(size: int, script: Callable[..., Any], *args: Any, folder: Path, time
     ended: dict[int, float] = {}
     deadline = time.monotonic() + timeout
     while len(ended) < size and time.monotonic() < deadline:
-        ended |= {at: time.monotonic() for at, one in enumerate(ranks) if at not in ended and not one.is_alive()}
+        ended |= {at: time.monotonic() for at, rank in enumerate(ranks) if at not in ended and not rank.is_alive()}
         time.sleep(0.05)
     for process in ranks:
         process.kill()

@@ -34,8 +34,8 @@ FIRST = (
 def units(within: list[Path]) -> list[str]:
     """Files of tests, relative to this folder, in the order in which they are run."""
     files = [file for path in within for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
-    found = [str(file.resolve().relative_to(ROOT)) for file in files]
-    return sorted(found, key=lambda unit: FIRST.index(unit) if unit in FIRST else len(FIRST))
+    results = [str(file.resolve().relative_to(ROOT)) for file in files]
+    return sorted(results, key=lambda unit: FIRST.index(unit) if unit in FIRST else len(FIRST))
 
 
 class Worker:
@@ -44,7 +44,7 @@ class Worker:
     def __init__(self, options: list[str]) -> None:
         self._options = options
         self._process: subprocess.Popen[str] | None = None
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     def run(self, unit: str) -> tuple[int, float, str]:
         """The exit code of pytest, the seconds it took, and all that was printed."""
@@ -54,7 +54,7 @@ class Worker:
         if self._process is None:
             command = [sys.executable, "-m", "tests.side_by_side", "--serve", *self._options]
             self._process = subprocess.Popen(
-                command, cwd=ROOT.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+                command, cwd=ROOT.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._output, text=True
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(unit + "\n")
@@ -64,10 +64,10 @@ class Worker:
             code, self._process = self._process.wait() or 1, None
         else:
             code = json.loads(answer)
-        self._said.seek(0)
-        message = self._said.read()
-        self._said.seek(0)
-        self._said.truncate()
+        self._output.seek(0)
+        message = self._output.read()
+        self._output.seek(0)
+        self._output.truncate()
         return code, time.monotonic() - begin, message
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ def serve(options: list[str]) -> None:
         answers.flush()
 
 
-def taken(queue: SimpleQueue[str]) -> Iterator[str]:
+def drained(queue: SimpleQueue[str]) -> Iterator[str]:
     while True:
         try:
             yield queue.get_nowait()
@@ -108,8 +108,8 @@ def taken(queue: SimpleQueue[str]) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    within = [Path(given) for given in arguments if Path(given).exists()]
-    options = [given for given in arguments if not Path(given).exists()]
+    within = [Path(argument) for argument in arguments if Path(argument).exists()]
+    options = [argument for argument in arguments if not Path(argument).exists()]
     begin, failed, lock = time.monotonic(), list[str](), Lock()
     waiting: SimpleQueue[str] = SimpleQueue()
     for unit in units(within or [ROOT]):
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
     def work() -> None:
         worker = Worker(options)
-        for unit in taken(waiting):
+        for unit in drained(waiting):
             code, seconds, message = worker.run(unit)
             last = message.strip().splitlines()[-1] if message.strip() else ""
             with lock:

@@ -8,8 +8,8 @@ from shardwright.batch_dim import declared_by, find_batch_dim
 
 
 def reported(shapes):
-    found = find_batch_dim(list(shapes.items()))
-    return found.size, [path for path, has in zip(shapes, found.batched, strict=True) if has]
+    batch_dim = find_batch_dim(list(shapes.items()))
+    return batch_dim.size, [path for path, has in zip(shapes, batch_dim.batched, strict=True) if has]
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,11 @@ def test_sizes_tell(shapes, size, batched):
     ],
 )
 def test_sizes_that_do_not_tell_say_why(shapes):
-    found = find_batch_dim(list(shapes.items()))
-    assert found.size is None and not any(found.batched)
-    assert "unbatched=" in found.why and all(f"{path} {list(shape)}" in found.why for path, shape in shapes.items())
+    batch_dim = find_batch_dim(list(shapes.items()))
+    assert batch_dim.size is None and not any(batch_dim.batched)
+    assert "unbatched=" in batch_dim.why and all(
+        f"{path} {list(shape)}" in batch_dim.why for path, shape in shapes.items()
+    )
 
 
 def test_what_is_said_counts_more_than_sizes():
@@ -49,6 +51,6 @@ def test_what_is_said_counts_more_than_sizes():
     assert declared_by(["batch['mask']"], shapes) == {"x": True, "batch['mask']": False, "batch['y']": True}
     assert declared_by(["batch"], shapes) == {"x": True, "batch['mask']": False, "batch['y']": False}
     assert declared_by(["bat"], shapes) == dict.fromkeys(shapes, True)
-    found = find_batch_dim(list(shapes.items()), declared_by(["batch['mask']"], shapes))
-    assert (found.size, found.batched) == (4, (True, False, True))
+    batch_dim = find_batch_dim(list(shapes.items()), declared_by(["batch['mask']"], shapes))
+    assert (batch_dim.size, batch_dim.batched) == (4, (True, False, True))
     assert find_batch_dim([("images", (8,)), ("texts", (16,))], declared_by([], ["images", "texts"])).size is None

@@ -43,7 +43,7 @@ def test_what_a_module_holds_how_it_is_set_and_how_it_is_called_make_a_differenc
         others.append(of(Scaled()))
     with torch.autocast("cpu", torch.bfloat16):
         others.append(of(Scaled()))
-    assert len({id(held) for held in (of(first), *others)}) == 9
+    assert len({id(value) for value in (of(first), *others)}) == 9
 
 
 def test_opaque_parts_and_what_can_not_be_pickled_are_captured_every_time():

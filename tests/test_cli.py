@@ -69,8 +69,8 @@ def test_plan_writes_a_file_that_explain_and_verify_read(net, tmp_path, capsys):
 
 
 def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
-    asked = ["--cluster", "4xA100-80GB", "--batch", "64", "--precision", "bf16-mixed", "--optimizer", "momentum"]
-    assert main(["plan", net, *asked, "--memory", "1GiB", "--accumulate", "2", "-o", "plan.json"]) == 0
+    options = ["--cluster", "4xA100-80GB", "--batch", "64", "--precision", "bf16-mixed", "--optimizer", "momentum"]
+    assert main(["plan", net, *options, "--memory", "1GiB", "--accumulate", "2", "-o", "plan.json"]) == 0
 
     out = capsys.readouterr().out
     assert "4 devices of 4xA100-80GB; batch 64, momentum, in bf16-mixed, gradient accumulation 2" in out
@@ -292,8 +292,8 @@ def test_schedules_wait_as_long_as_the_page_says(schedule, bubble, capsys):
 
 
 def test_slow_links_and_stages_count(capsys):
-    asked = ["simulate", "--stages", "2", "--microbatches", "1", "--forward", "2", "--backward", "3", "--weight", "0"]
-    assert main([*asked, "--link", "0.5"]) == 0
+    options = ["simulate", "--stages", "2", "--microbatches", "1", "--forward", "2", "--backward", "3", "--weight", "0"]
+    assert main([*options, "--link", "0.5"]) == 0
 
     assert "11 in all" in capsys.readouterr().out  # 2 + 2 forward, 3 + 3 backward, a message each way
 
@@ -326,8 +326,8 @@ def test_a_pipeline_is_planned_written_and_verified(net, tmp_path, capsys):
     assert main(["plan", net, "--plan", "pp=2", "--microbatches", "2", "-o", "plan.json"]) == 0
     data = json.loads((tmp_path / "plan.json").read_text())
     assert (data["policy"], data["microbatches"], data["schedule"]) == ("pp=2", 2, "1f1b")
-    assert [held["devices"] for held in data["entries"]["train"]] == [[0], [1]]
-    assert [held["ops"][0] for held in data["entries"]["train"]] == ["up", "down"]
+    assert [batch["devices"] for batch in data["entries"]["train"]] == [[0], [1]]
+    assert [batch["ops"][0] for batch in data["entries"]["train"]] == ["up", "down"]
 
     assert main(["compile", net, "--plan", "plan.json", "-o", "out"]) == 0
     assert len(list((tmp_path / "out").rglob("*.py"))) == 2

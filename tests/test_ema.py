@@ -32,7 +32,9 @@ def loop(model, optimizer, case, ema):
 
 def whole(values):
     """A state dict with whole tensors."""
-    return {key: held.full_tensor() if hasattr(held, "full_tensor") else held.clone() for key, held in values.items()}
+    return {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for key, value in values.items()
+    }
 
 
 def wanted():
@@ -42,16 +44,20 @@ def wanted():
 
     class Own:
         def __init__(self):
-            self.held = AveragedModel(case.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-            self.held.update_parameters(case.module)  # the first one copies
+            self.averaged = AveragedModel(case.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+            self.averaged.update_parameters(case.module)  # the first one copies
 
         def update(self):
-            self.held.update_parameters(case.module)
+            self.averaged.update_parameters(case.module)
 
     own = Own()
     loop(case.module, optimizer, case, own)
-    averages = {key: held.detach() for key, held in own.held.module.named_parameters()}
-    return averages, own.held.module(*case.args).detach(), [held.detach() for held in parameters(case.module)]
+    averages = {key: parameter.detach() for key, parameter in own.averaged.module.named_parameters()}
+    return (
+        averages,
+        own.averaged.module(*case.args).detach(),
+        [parameter.detach() for parameter in parameters(case.module)],
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -61,8 +67,8 @@ def test_the_average_is_that_of_one_device(plan):
 
     def rank(number):
         case = cases[number]
-        made = torch.optim.AdamW(case.module.parameters(), lr=0.1)
-        model, optimizer = parallelize(case.module, made, plan=plan, example=case.args, compile={"directory": folder})
+        adamw = torch.optim.AdamW(case.module.parameters(), lr=0.1)
+        model, optimizer = parallelize(case.module, adamw, plan=plan, example=case.args, compile={"directory": folder})
         ema = EMA(model, DECAY)
         loop(model, optimizer, case, ema)
         with ema.swapped(), torch.no_grad():
@@ -71,11 +77,11 @@ def test_the_average_is_that_of_one_device(plan):
                 ema.update()
         return whole(ema.state_dict()["averages"]), swapped, parameters(model)
 
-    found = run_ranks(world_of(plan), rank)
-    assert {key for mine, _, _ in found for key in mine} == set(averages)
-    for mine, (there, values), after in found:
-        for key, held in mine.items():
-            assert torch.allclose(held, averages[key], rtol=1e-9, atol=1e-12), key
+    results = run_ranks(world_of(plan), rank)
+    assert {key for mine, _, _ in results for key in mine} == set(averages)
+    for mine, (there, values), after in results:
+        for key, value in mine.items():
+            assert torch.allclose(value, averages[key], rtol=1e-9, atol=1e-12), key
         assert torch.allclose(there, loss, rtol=1e-9)
         assert all(torch.allclose(a, averages[k], rtol=1e-9) for a, k in zip(values, sorted(averages), strict=True))
         assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(after, ends, strict=True))
@@ -86,18 +92,18 @@ def test_averages_of_masters_are_float32_and_come_back_to_the_last_bit():
 
     def rank(number):
         case = cases[number]
-        made = torch.optim.AdamW(case.module.parameters(), lr=1e-3)
+        adamw = torch.optim.AdamW(case.module.parameters(), lr=1e-3)
         model, optimizer = parallelize(
-            case.module, made, plan="zero1=2", example=case.args, compile={"directory": folder}, precision="bf16"
+            case.module, adamw, plan="zero1=2", example=case.args, compile={"directory": folder}, precision="bf16"
         )
         ema = EMA(model, DECAY)
         loop(model, optimizer, case, ema)
-        before = [held.detach().clone() for held in model.parameters()], parameters(model)
+        before = [parameter.detach().clone() for parameter in model.parameters()], parameters(model)
         with ema.swapped():
             assert not all(torch.equal(a, b) for a, b in zip(parameters(model), before[1], strict=True))
-        after = [held.detach().clone() for held in model.parameters()], parameters(model)
+        after = [parameter.detach().clone() for parameter in model.parameters()], parameters(model)
         assert all(torch.equal(a, b) for a, b in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True))
-        return {held.dtype for held in ema._averages.values()}
+        return {average.dtype for average in ema._averages.values()}
 
     assert run_ranks(2, rank) == [{torch.float32}] * 2
 
@@ -115,8 +121,8 @@ def test_from_one_plan_to_another():
         assert (ema.decay, ema.updates) == (DECAY, 3)
         return whole(ema.state_dict()["averages"])
 
-    for found in run_ranks(2, rank):
-        assert all(torch.equal(found[key], held) for key, held in averages.items())
+    for result in run_ranks(2, rank):
+        assert all(torch.equal(result[key], average) for key, average in averages.items())
 
 
 def test_what_is_refused():

@@ -22,13 +22,13 @@ BATCH = {"input_ids": IDS, "attention_mask": MASK.long(), "labels": IDS.masked_f
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    made = tmp_path_factory.mktemp("llama")
+    directory = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(made / "model")
-    return made
+    LlamaForCausalLM(config).save_pretrained(directory / "model")
+    return directory
 
 
 def steps(model, optimizer):
@@ -44,10 +44,10 @@ def steps(model, optimizer):
 
 def most(events):
     """The largest sum of bytes that was held at a time, beyond what there was at the beginning."""
-    held = highest = 0
+    stored = highest = 0
     for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        held += change
-        highest = max(highest, held)
+        stored += change
+        highest = max(highest, stored)
     return highest
 
 
@@ -56,8 +56,8 @@ def fill(rank, plan, folder):
     gc.collect()  # what is let go of in between would count as room that was there before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model = empty_model(f"{folder}/model")
-        assert all(held.is_meta for held in model.parameters())
-        assert not any(held.is_meta for held in model.buffers())
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not any(buffer.is_meta for buffer in model.buffers())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer = sw.parallelize(
             model, optimizer, plan=plan, example=BATCH, compile={"directory": f"{folder}/generated"}
@@ -69,7 +69,7 @@ def fill(rank, plan, folder):
 @pytest.mark.parametrize("plan", ["zero3=2", "tp=2", "pp=2"])
 def test_no_rank_ever_holds_the_whole_model(pools, folder, plan):
     whole = AutoModelForCausalLM.from_pretrained(folder / "model")
-    size = sum(held.nbytes for held in whole.parameters())
+    size = sum(parameter.nbytes for parameter in whole.parameters())
     expected = steps(whole.train(), torch.optim.AdamW(whole.parameters(), lr=0.01))
     for peak, losses in pools[2].run(fill, plan, str(folder), timeout=120):
         assert 0.4 * size < peak < 0.7 * size

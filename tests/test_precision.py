@@ -13,7 +13,7 @@ def test_names():
     assert not read_precision(None).casts
     assert read_precision("bf16-mixed") == Precision(parameters="float32", compute="bfloat16")
     assert read_precision("fp16").master
-    assert all(read_precision(held) is held for held in NAMED.values())
+    assert all(read_precision(value) is value for value in NAMED.values())
 
 
 def test_in_full():
@@ -47,9 +47,9 @@ def test_the_last_pattern_that_fits_counts():
         (16, "precision is a int"),
     ],
 )
-def test_mistakes_are_named(given, words):
+def test_mistakes_are_named(setting, words):
     with pytest.raises(InputError, match=words):
-        read_precision(given)
+        read_precision(setting)
 
 
 def test_a_pattern_that_fits_nothing_is_named_with_the_nearest():

@@ -185,10 +185,10 @@ def test_the_compiled_function_is_what_runs():
     class Gate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(6, 6)
+            self.first = nn.Linear(6, 6)
 
         def forward(self, x):
-            return fast_gated(self.one(x), x)
+            return fast_gated(self.first(x), x)
 
     CALLS.clear()
     assert sw.verify(Gate(), "dp=2", example=(randn(4, 6),), method="threads").passed
@@ -223,10 +223,10 @@ def test_an_autograd_function_may_change_its_input():
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(6, 6)
+            self.first = nn.Linear(6, 6)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.one(x) * 2
+            y = self.first(x) * 2
             z = Negated.apply(y)
             return (y * z + x).square().mean()
 
@@ -303,10 +303,10 @@ def test_a_rule_may_be_a_function_of_the_arguments():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Parameter(randn(8, 6)), nn.Parameter(randn(8, 6))
+            self.first, self.second = nn.Parameter(randn(8, 6)), nn.Parameter(randn(8, 6))
 
         def forward(self, x):
-            return multiply(multiply(x, self.one).tanh(), self.two, transposed=True).square().mean()
+            return multiply(multiply(x, self.first).tanh(), self.second, transposed=True).square().mean()
 
     report = sw.verify(Twice(), "tp=2", example=(randn(4, 6),), method="threads")
     assert report.passed, str(report)
@@ -320,11 +320,11 @@ def test_a_list_of_tensors_has_one_term():
     class Sum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
 
         def forward(self, x):
-            up = self.one(x)
-            return self.two(added([up, up.tanh()], factor=0.5)).square().mean()
+            up = self.first(x)
+            return self.second(added([up, up.tanh()], factor=0.5)).square().mean()
 
     for plan in ("dp=2", "tp=2"):
         report = sw.verify(Sum(), plan, example=(randn(4, 6),), method="threads")
@@ -339,10 +339,10 @@ def test_an_op_may_be_registered_without_a_rule_and_is_probed():
     class Stretch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(6, 6)
+            self.first = nn.Linear(6, 6)
 
         def forward(self, x):
-            return stretched(self.one(x).exp()).square().mean()
+            return stretched(self.first(x).exp()).square().mean()
 
     plan = sw.plan(Stretch(), example=(torch.randn(4, 6),), plan="dp=2")
     assert any("stretched: a b^ -> a b^" in note for note in plan.notes)
@@ -378,15 +378,15 @@ def test_inputs_for_probing_serve_where_values_matter():
     sw.register_op("b n^ m^ -> b n^ m^", factor, probe=probe)
     with pytest.raises(RuleError, match="split on n over 2 it does not run on shards"):
         sw.register_op("b n m^ -> b n m^", factor, probe=probe)
-    found = sw.register_op(None, factor, probe=probe)
+    actual = sw.register_op(None, factor, probe=probe)
 
     class Factors(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(6, 6)
+            self.first = nn.Linear(6, 6)
 
         def forward(self, x):
-            return found(torch.eye(6) + self.one(x) @ self.one(x).mT).square().mean()
+            return actual(torch.eye(6) + self.first(x) @ self.first(x).mT).square().mean()
 
     plan = sw.plan(Factors(), example=(torch.randn(4, 6, 6),), plan="dp=2")
     assert any("factor" in note and "a b^ c^ -> a b^ c^" in note for note in plan.notes), plan.notes
@@ -498,15 +498,15 @@ def test_functions_made_inside_of_others_do_not_mix():
     def make(factor):
         return sw.register_op("b d ~1 -> b d", lambda x: x * factor)
 
-    two, three = make(2), make(3)
+    second, three = make(2), make(3)
 
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(6, 6)
+            self.first = nn.Linear(6, 6)
 
         def forward(self, x):
-            return two(three(self.one(x)) + x).square().mean()
+            return second(three(self.first(x)) + x).square().mean()
 
     report = sw.verify(Both(), "dp=2", example=(randn(4, 6),), method="threads")
     assert report.passed, str(report)

@@ -93,7 +93,7 @@ def test_a_change_that_nobody_could_see_is_an_error_when_it_runs():
 
 
 class Two(NamedTuple):
-    one: Tensor
+    first: Tensor
     other: Tensor
 
 
@@ -126,10 +126,10 @@ def test_lists_of_tensors_have_one_term_and_are_checked_without_inputs(plan):
 
 def test_somebody_elses_function_is_registered_by_its_path():
     original = third_party.standardized
-    found = sw.register_op("b d^ -> b d^", "tests.third_party:standardized", shapes=lambda x, eps: x.shape)
+    actual = sw.register_op("b d^ -> b d^", "tests.third_party:standardized", shapes=lambda x, eps: x.shape)
     try:
-        assert third_party.standardized is found
-        assert imported_before is found, "modules that had imported it by name have the new one"
+        assert third_party.standardized is actual
+        assert imported_before is actual, "modules that had imported it by name have the new one"
         graph = capture(Calls(third_party.standardized), (torch.randn(4, 8),)).graph
         assert "call.tests.third_party.standardized" in [op.target for op in graph.ops]
         again = sw.register_op("tests.third_party:standardized", shapes=lambda x, eps: x.shape)

@@ -67,14 +67,14 @@ def by_flag(x: Tensor) -> Tensor:
 
 
 def by_nest(x: Tensor) -> Tensor:
-    found = nested(x)
-    one, (other, factor) = found["rest"]
-    return found["double"] * found["times"] + one * factor - other
+    actual = nested(x)
+    first, (other, factor) = actual["rest"]
+    return actual["double"] * actual["times"] + first * factor - other
 
 
 def by_name(x: Tensor) -> Tensor:
-    found, other = paired(x), scaled(x)
-    return (found.value if found.wide else -found.value) + other.value * other.scale
+    actual, other = paired(x), scaled(x)
+    return (actual.value if actual.wide else -actual.value) + other.value * other.scale
 
 
 def by_count(x: Tensor) -> Tensor:

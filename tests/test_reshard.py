@@ -75,8 +75,8 @@ def test_on_the_way_back_the_gradient_arrives_in_the_layout_that_the_start_promi
     random = np.random.default_rng(0)
     gradient = random.integers(-99, 99, shape)
 
-    held = spread(gradient, goal.gradient(), mesh, random)
-    assert_lies(backward(steps, held, mesh), gradient, start.gradient(), mesh)
+    schedule = spread(gradient, goal.gradient(), mesh, random)
+    assert_lies(backward(steps, schedule, mesh), gradient, start.gradient(), mesh)
 
 
 @few
@@ -85,11 +85,11 @@ def test_every_step_on_the_way_ends_in_the_layout_it_names(case):
     mesh, shape, start, _, steps = case
     random = np.random.default_rng(0)
     value = random.integers(-99, 99, shape)
-    held = spread(value, start, mesh, random)
+    schedule = spread(value, start, mesh, random)
 
     for step in steps:
-        held = forward([step], held, mesh)
-        assert_lies(held, value, step.after, mesh)
+        schedule = forward([step], schedule, mesh)
+        assert_lies(schedule, value, step.after, mesh)
 
 
 @few
@@ -166,7 +166,9 @@ def test_a_tree_gives_each_use_its_layout_and_the_producer_the_sum_of_their_grad
 
 ROWS = make_layout([[contiguous_shard(TP, 8)], []])
 COLUMNS = make_layout([[], [contiguous_shard(TP, 6)]])
-AT = {name: make_layout([[], []], {"tp": held}) for name, held in (("I", INVARIANT), ("R", REPLICATE), ("P", PARTIAL))}
+AT = {
+    name: make_layout([[], []], {"tp": value}) for name, value in (("I", INVARIANT), ("R", REPLICATE), ("P", PARTIAL))
+}
 AT |= {"S": ROWS, "S'": COLUMNS}
 
 
@@ -290,23 +292,23 @@ def test_a_reordered_layout_puts_the_same_elements_in_the_same_places(case, data
     assert moved.shards[dim][-1] == cut
     for device in mesh.devices:
         at = mesh.coordinates(device)
-        one, other = (shard(numbered(shape), it, mesh.sizes, at) for it in (layout, moved))
-        assert np.array_equal(one, other)
+        first, other = (shard(numbered(shape), it, mesh.sizes, at) for it in (layout, moved))
+        assert np.array_equal(first, other)
     assert same_placement(layout, moved, mesh.sizes)
 
 
 @few
 @given(conversions())
 def test_layouts_that_are_called_the_same_are_the_same_on_every_device(case):
-    mesh, shape, one, other = case
+    mesh, shape, first, other = case
     alike = all(
-        np.array_equal(*(shard(numbered(shape), it, mesh.sizes, mesh.coordinates(d)) for it in (one, other)))
+        np.array_equal(*(shard(numbered(shape), it, mesh.sizes, mesh.coordinates(d)) for it in (first, other)))
         for d in mesh.devices
     )
 
-    if same_placement(one, other, mesh.sizes):
+    if same_placement(first, other, mesh.sizes):
         assert alike
-        assert one.rest == other.rest
+        assert first.rest == other.rest
 
 
 def test_two_even_cuts_may_be_said_in_either_order_if_each_is_said_anew():
@@ -321,10 +323,10 @@ def test_two_even_cuts_may_be_said_in_either_order_if_each_is_said_anew():
 
 def test_the_same_cuts_in_another_order_are_another_layout():
     """Rows 0, 1 and 4, 5 again: swapping the names of two axes swaps the rows."""
-    one = make_layout([[contiguous_shard(TP, 8), contiguous_shard(DP, 4)]])
+    layout = make_layout([[contiguous_shard(TP, 8), contiguous_shard(DP, 4)]])
     other = make_layout([[contiguous_shard(DP, 8), contiguous_shard(TP, 4)]])
 
-    assert not same_placement(one, other, {"dp": 2, "tp": 2})
+    assert not same_placement(layout, other, {"dp": 2, "tp": 2})
 
 
 def test_an_uneven_cut_keeps_its_place():

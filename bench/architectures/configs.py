@@ -75,26 +75,26 @@ def small_config(config_class: type[Any], **more: Any) -> Any:
         for name in getattr(config_class, "sub_configs", {})
         if dataclasses.is_dataclass(getattr(default, name, None))
     }
-    given: dict[str, Any] = {name: small_config(part) for name, part in parts.items()}
+    by_key: dict[str, Any] = {name: small_config(part) for name, part in parts.items()}
     for field in dataclasses.fields(config_class):
-        if field.init and field.name not in given and (found := _shrunk(field.name, _default_of(field))) is not None:
-            given[field.name] = found
-    _keep_groups(config_class, given)
-    given.update(chosen)
-    _fix_tokens(config_class, given)
-    config = config_class(**given)
+        if field.init and field.name not in by_key and (actual := _shrunk(field.name, _default_of(field))) is not None:
+            by_key[field.name] = actual
+    _keep_groups(config_class, by_key)
+    by_key.update(chosen)
+    _fix_tokens(config_class, by_key)
+    config = config_class(**by_key)
     for name in ("pad_token_id", *(["decoder_start_token_id"] if getattr(config, "is_encoder_decoder", False) else [])):
         if getattr(config, name, None) is None:
             setattr(config, name, 0)
     return config
 
 
-def _keep_groups(config_class: type[Any], given: dict[str, Any]) -> None:
+def _keep_groups(config_class: type[Any], settings: dict[str, Any]) -> None:
     """Where every head has its own keys by default, it has in small."""
     default = {field.name: _default_of(field) for field in dataclasses.fields(config_class)}
     heads, groups = default.get("num_attention_heads"), default.get("num_key_value_heads")
     if isinstance(heads, int) and heads == groups:
-        given["num_key_value_heads"] = given.get("num_attention_heads", heads)
+        settings["num_key_value_heads"] = settings.get("num_attention_heads", heads)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
@@ -113,7 +113,7 @@ def _shrunk(name: str, value: Any) -> Any:
         return type(value)(0)
     if isinstance(value, int):
         return _number(name, value)
-    if isinstance(value, list | tuple) and value and all(isinstance(held, int) for held in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(item, int) for item in value):
         return _list(name, list(value))
     if name == "layer_types" and isinstance(value, list | tuple):
         return list(value)[:LAYERS]
@@ -125,8 +125,8 @@ def _shrunk(name: str, value: Any) -> Any:
 def _number(name: str, value: int) -> int | None:
     for pattern, small in NUMBERS:
         if re.search(pattern, name):
-            found: int = small(value)
-            return found if found != value else None
+            actual: int = small(value)
+            return actual if actual != value else None
     return None
 
 
@@ -135,24 +135,24 @@ def _list(name: str, value: list[int]) -> list[int] | None:
     if re.search(r"depths|^depth$|layer_repeats|num_layers|num_hidden_layers|blocks", name):
         return [1] * len(value)
     if re.search(r"(image|img|input)_size", name):
-        return [min(held, IMAGE) for held in value]
+        return [min(item, IMAGE) for item in value]
     if re.search(r"conv_dim", name):
         return [WIDTH] * len(value)
     if re.search(r"hidden_sizes|embed_dims?|channels|dims$|widths|planes|neck", name) and max(value) > 64:
-        return [max(8, 8 * round(WIDTH * held / min(value) / 8)) // (2 if len(value) > 4 else 1) for held in value]
+        return [max(8, 8 * round(WIDTH * item / min(value) / 8)) // (2 if len(value) > 4 else 1) for item in value]
     if INDICES.search(name):
-        return sorted({min(held, LAYERS - 1) for held in value})
+        return sorted({min(item, LAYERS - 1) for item in value})
     return None
 
 
-def _fix_tokens(config_class: type[Any], given: dict[str, Any]) -> None:
+def _fix_tokens(config_class: type[Any], settings: dict[str, Any]) -> None:
     """Ids of special tokens below the vocabulary, each its own."""
-    size = given.get("vocab_size") or getattr(given.get("text_config"), "vocab_size", VOCABULARY)
+    size = settings.get("vocab_size") or getattr(settings.get("text_config"), "vocab_size", VOCABULARY)
     free = iter(range(min(size, VOCABULARY) - 1, 0, -1))
     for field in dataclasses.fields(config_class):
-        name, value = field.name, given.get(field.name, _default_of(field))
+        name, value = field.name, settings.get(field.name, _default_of(field))
         if not re.search(r"(token|tok)_?(id|index)$|_token_ids$", name):
             continue
         every = value if isinstance(value, list | tuple) else (value,)
-        if any(isinstance(held, int) and held >= min(size, VOCABULARY) - 20 for held in every):
-            given[name] = next(free)
+        if any(isinstance(value, int) and value >= min(size, VOCABULARY) - 20 for value in every):
+            settings[name] = next(free)

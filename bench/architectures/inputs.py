@@ -28,7 +28,7 @@ class Maker:
 
     def __init__(self, architecture: Architecture, model: Any) -> None:
         self.head, self.kind, self.model, self.config = architecture.head, architecture.kind, model, model.config
-        self.asked = inspect.signature(model.forward).parameters
+        self.parameters = inspect.signature(model.forward).parameters
         self.special = INPUTS.get(architecture.model_type, {})
         self.length: int = self.special.get("length", LENGTH)
         self.generator = torch.Generator().manual_seed(0)
@@ -46,28 +46,28 @@ class Maker:
     def batch(self) -> dict[str, Any]:
         """The inputs, without labels."""
         self.generator.manual_seed(0)
-        made: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         wanted = self.special.get("inputs")
         if isinstance(wanted, dict):
             return {name: make(self) if callable(make) else make for name, make in wanted.items()}
         for name, make in MAKERS.items():
-            if name in self.asked and (wanted is None or name in wanted):
-                made[name] = make(self)
-        made = {name: value for name, value in made.items() if value is not None}
-        if not any(isinstance(value, Tensor) for value in made.values()):
+            if name in self.parameters and (wanted is None or name in wanted):
+                by_name[name] = make(self)
+        by_name = {name: value for name, value in by_name.items() if value is not None}
+        if not any(isinstance(value, Tensor) for value in by_name.values()):
             raise CannotBuild(f"its forward takes {', '.join(list(self.asked)[:6])}: nothing that is known here")
         for name, make in self.special.get("more", {}).items():
-            made[name] = make(self) if callable(make) else make
-        return made
+            by_name[name] = make(self) if callable(make) else make
+        return by_name
 
     def labels(self, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """What the model takes to compute a loss, or None if it computes none."""
         if "labels" in self.special:
-            found = self.special["labels"]
-            return {name: make(self) if callable(make) else make for name, make in found.items()} if found else None
-        if "return_loss" in self.asked:
+            actual = self.special["labels"]
+            return {name: make(self) if callable(make) else make for name, make in actual.items()} if actual else None
+        if "return_loss" in self.parameters:
             return {"return_loss": True}
-        if "labels" not in self.asked:
+        if "labels" not in self.parameters:
             return None
         return {"labels": self._labels(outputs, inputs)}
 
@@ -90,12 +90,12 @@ class Maker:
             return torch.rand(logits.shape, generator=self.generator)
         if self.head == "CTC":
             return self.ids(BATCH, 4, low=1)
-        if "input_ids" in inputs and "decoder_input_ids" not in self.asked:
-            found = inputs["input_ids"].clone()
-            found[:, :3] = -100
+        if "input_ids" in inputs and "decoder_input_ids" not in self.parameters:
+            result = inputs["input_ids"].clone()
+            result[:, :3] = -100
             if self.kind == "multimodal":
-                found[(found >= self.ids_end())] = -100
-            return found
+                result[(result >= self.ids_end())] = -100
+            return result
         return self.ids(BATCH, self.length)
 
     def ids_end(self) -> int:
@@ -104,7 +104,7 @@ class Maker:
     # One small function for each name that a forward may ask for.
 
     def input_ids(self) -> Tensor | None:
-        if self.kind == "audio" and "input_features" in self.asked and not self.places:
+        if self.kind == "audio" and "input_features" in self.parameters and not self.places:
             return None
         more = sum(self.places.values())
         row = self.ids(BATCH, self.length + more)
@@ -115,7 +115,7 @@ class Maker:
         return row
 
     def pixel_values(self) -> Tensor | None:
-        if {"image_grid_thw", "image_grid_hws", "spatial_shapes", "image_position_ids"} & set(self.asked):
+        if {"image_grid_thw", "image_grid_hws", "spatial_shapes", "image_position_ids"} & set(self.parameters):
             return None  # images in rows of patches of any number: the text alone
         vision = _vision_of(self.config)
         height, width = _pair(self.special.get("image") or getattr(vision, "image_size", None) or 32)
@@ -176,22 +176,22 @@ def fit(maker: Maker) -> tuple[dict[str, Any], Any]:
     for name in (*IMAGE_TEXT, *AUDIO_TEXT):
         modal = "pixel_values" if name in IMAGE_TEXT else "input_features"
         token = getattr(maker.config, name, None)
-        known = {getattr(maker.config, held) for held in maker.places}
+        known = {getattr(maker.config, place) for place in maker.places}
         if isinstance(token, int) and token not in known and maker.batch().get(modal) is not None:
             maker.places[name] = 1
     first: CannotBuild | None = None
     for maker.turned, maker.masked in ((False, False), (True, False), (False, True), (True, True)):
         try:
-            return _asked(maker)
+            return _accepted_batch(maker)
         except CannotBuild as error:
             first = first or error
-        if "input_features" not in maker.asked:
+        if "input_features" not in maker.parameters:
             break
     assert first is not None
     raise first
 
 
-def _asked(maker: Maker) -> tuple[dict[str, Any], Any]:
+def _accepted_batch(maker: Maker) -> tuple[dict[str, Any], Any]:
     """Ask the model how many places it wants for an image, until it is content."""
     for _ in range(3):
         inputs = maker.batch()
@@ -217,15 +217,15 @@ def message(error: BaseException) -> str:
 
 
 def _text_of(config: Any) -> Any:
-    found = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return found if hasattr(found, "vocab_size") else config
+    actual = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return actual if hasattr(actual, "vocab_size") else config
 
 
 def _vision_of(config: Any) -> Any:
     for name in ("vision_config", "backbone_config", "image_config", "vision_encoder_config", "encoder"):
-        held = getattr(config, name, None)
-        if held is not None and hasattr(held, "num_channels" if name == "backbone_config" else "image_size"):
-            return held
+        attribute = getattr(config, name, None)
+        if attribute is not None and hasattr(attribute, "num_channels" if name == "backbone_config" else "image_size"):
+            return attribute
     return config
 
 
@@ -235,8 +235,8 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def _boxes(maker: Maker, count: int, scale: int = 1) -> Tensor:
     low = torch.rand(BATCH if scale > 1 else 1, count, 2, generator=maker.generator) * 0.4 + 0.1
-    found = torch.cat([low, low + 0.3], dim=-1) * scale
-    return found if scale > 1 else found[0]
+    actual = torch.cat([low, low + 0.3], dim=-1) * scale
+    return actual if scale > 1 else actual[0]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

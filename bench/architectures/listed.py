@@ -42,10 +42,10 @@ class Architecture:
     def model_class(self) -> type[Any]:
         import transformers
 
-        found = getattr(transformers, self.model, None)
-        if found is None:
+        attribute = getattr(transformers, self.model, None)
+        if attribute is None:
             raise LookupError(f"transformers has no {self.model}")
-        return found  # type: ignore[no-any-return]
+        return attribute  # type: ignore[no-any-return]
 
 
 def architectures() -> list[Architecture]:
@@ -53,12 +53,14 @@ def architectures() -> list[Architecture]:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    found: dict[str, Architecture] = {}
+    by_name: dict[str, Architecture] = {}
     for kind, mapping in MAPPINGS:
         for model_type, names in getattr(modeling_auto, mapping).items():
             name = names if isinstance(names, str) else names[0]
             head = mapping.removeprefix("MODEL_").removeprefix("FOR_").removesuffix("MAPPING_NAMES").rstrip("_")
-            held = Architecture(model_type=model_type, kind=kind, model=name, head=head)
-            found.setdefault(model_type, held)
-    own = [held for held in found.values() if CONFIG_MAPPING[held.model_type].model_type == held.model_type]  # no alias
-    return sorted(own, key=lambda held: (KINDS.index(held.kind), held.model_type))
+            stored = Architecture(model_type=model_type, kind=kind, model=name, head=head)
+            by_name.setdefault(model_type, stored)
+    own = [
+        value for value in by_name.values() if CONFIG_MAPPING[value.model_type].model_type == value.model_type
+    ]  # no alias
+    return sorted(own, key=lambda value: (KINDS.index(value.kind), value.model_type))

@@ -74,9 +74,9 @@ def build(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, An
     """A small model, its inputs, and its labels if it takes any."""
     torch.manual_seed(0)
     try:
-        found = architecture.model_class()
-        config = small_config(found.config_class)
-        model = found(config).float().train()
+        actual = architecture.model_class()
+        config = small_config(actual.config_class)
+        model = actual(config).float().train()
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # the default knows no float64, and eager loops over data
     except Exception as error:
@@ -115,9 +115,9 @@ def rows(architecture: Architecture, depth: Depth = "verified") -> Iterator[Row]
         if isinstance(labels, CannotBuild):
             yield replace(first, built=False, labels=True, reason=str(labels))
         elif labels is not None:
-            given = _with(inputs, labels)
-            second = replace(first, labels=True, inputs=" ".join(given))
-            yield look(second, model, given)
+            passed = _with(inputs, labels)
+            second = replace(first, labels=True, inputs=" ".join(passed))
+            yield look(second, model, passed)
 
 
 def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
@@ -145,8 +145,8 @@ def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
     row = replace(row, **attention_masks(reference.side.captured("train").graph))
     share, whole = split_share(reference.side.captured("train"))
     limit = TOLERANCE[getattr(torch, row.dtype)]
-    dp, dp_seconds, dp_reason = _held(reference, "dp=2", limit)
-    tp, tp_seconds, tp_reason = _held(reference, "tp=2", limit)
+    dp, dp_seconds, dp_reason = _verified(reference, "dp=2", limit)
+    tp, tp_seconds, tp_reason = _verified(reference, "tp=2", limit)
     return replace(row, dp=dp, tp=tp, dp_seconds=dp_seconds, tp_seconds=tp_seconds, split=share, whole=whole,
                    reason=dp_reason or reason, tp_reason=tp_reason)  # fmt: skip
 
@@ -215,7 +215,7 @@ def _runs_double(model: Any, example: dict[str, Any]) -> bool:
     return True
 
 
-def _held(reference: Reference, plan: str, limit: float) -> tuple[bool, float, str]:
+def _verified(reference: Reference, plan: str, limit: float) -> tuple[bool, float, str]:
     """Whether the program of a plan does what the original does, how long that took, and why not."""
     begun = time.perf_counter()
     try:
@@ -241,10 +241,10 @@ def _stir(model: Any) -> None:
 
 
 def _with(inputs: dict[str, Any], labels: dict[str, Any] | None) -> dict[str, Any]:
-    given = {**inputs, **(labels or {})}
+    passed = {**inputs, **(labels or {})}
     if labels and "labels" in labels:
-        given.pop("decoder_input_ids", None)  # made from the labels
-    return given
+        passed.pop("decoder_input_ids", None)  # made from the labels
+    return passed
 
 
 def _place(error: BaseException) -> str:

@@ -58,26 +58,26 @@ def page(rows: Sequence[Row]) -> str:
 
 def _text_alone(rows: Sequence[Row]) -> str:
     """Models of text and something else that were given only the text."""
-    found = {row.model for row in rows if INPUTS.get(row.model_type) is TEXT}
-    found |= {row.model for row in rows if row.kind == "multimodal" and set(row.inputs.split()) <= ONLY_TEXT}
-    return ", ".join(sorted(found)) or "none"
+    results = {row.model for row in rows if INPUTS.get(row.model_type) is TEXT}
+    results |= {row.model for row in rows if row.kind == "multimodal" and set(row.inputs.split()) <= ONLY_TEXT}
+    return ", ".join(sorted(results)) or "none"
 
 
 def _narrow(rows: Sequence[Row]) -> str:
-    found = sorted({row.model for row in rows if row.dtype != "float64"})
-    return f" Compared in float32, to 1e-5, since they can't run in float64: {', '.join(found)}." if found else ""
+    actual = sorted({row.model for row in rows if row.dtype != "float64"})
+    return f" Compared in float32, to 1e-5, since they can't run in float64: {', '.join(actual)}." if actual else ""
 
 
 def shares(rows: Iterable[Row]) -> dict[str, float]:
     """The share of rows that are captured, verified under dp, under tp, and under tp with enough of it split."""
-    held = list(rows)
-    count = max(len(held), 1)
+    stored = list(rows)
+    count = max(len(stored), 1)
     return {
-        "whole": sum(row.captured and not row.parts for row in held) / count,
-        "captured": sum(row.captured for row in held) / count,
-        "dp": sum(row.dp for row in held) / count,
-        "tp": sum(row.tp for row in held) / count,
-        "split": sum(row.tp and row.split >= ENOUGH for row in held) / count,
+        "whole": sum(row.captured and not row.parts for row in stored) / count,
+        "captured": sum(row.captured for row in stored) / count,
+        "dp": sum(row.dp for row in stored) / count,
+        "tp": sum(row.tp for row in stored) / count,
+        "split": sum(row.tp and row.split >= ENOUGH for row in stored) / count,
     }
 
 
@@ -88,8 +88,8 @@ def _summary(rows: Sequence[Row]) -> str:
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for kind in KINDS:
-        if held := [row for row in rows if row.kind == kind]:
-            lines.append(_sums(kind, held))
+        if values := [row for row in rows if row.kind == kind]:
+            lines.append(_sums(kind, values))
     lines.append(_sums("**all**", rows))
     aims = " | ".join(f"{aim:.0%}" if aim else "" for aim in AIMS.values())
     lines.append(f"| aim | 150 | | {aims} | | |")
@@ -97,8 +97,8 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 def _sums(name: str, rows: Sequence[Row]) -> str:
-    found = shares(rows)
-    cells = " | ".join(f"{found[part]:.1%}" for part in AIMS)
+    actual = shares(rows)
+    cells = " | ".join(f"{actual[part]:.1%}" for part in AIMS)
     types = len({row.model_type for row in rows})
     return (
         f"| {name} | {types} | {len(rows)} | {cells} | {without_masks(rows)} | {sum(row.seconds for row in rows):.0f} |"
@@ -148,18 +148,18 @@ def _reasons(rows: Sequence[Row]) -> str:
     lines = ["## Why what fails does"]
     theirs = [why for why in groups if why in AT_FAULT.values()]
     ours = [why for why in groups if why not in theirs]
-    for title, found in (("The model itself is at fault", theirs), ("Open", ours)):
-        if found:
+    for title, result in (("The model itself is at fault", theirs), ("Open", ours)):
+        if result:
             lines += ["", f"### {title}", ""]
-            lines += [f"- {', '.join(groups[why])}: {why}" for why in sorted(found, key=lambda why: -len(groups[why]))]
+            lines += [f"- {', '.join(groups[why])}: {why}" for why in sorted(result, key=lambda why: -len(groups[why]))]
     kept: dict[str, list[Row]] = {}
     for row in rows:
         if row.captured and row.parts and row.dp and row.tp:
             kept.setdefault(AT_FAULT.get(row.model_type) or _short(row.reason), []).append(row)
     if kept:
         lines += ["", "### Captured in parts", "", "What stays as it is, and why it can't be captured:", ""]
-        for why, held in kept.items():
-            names = ", ".join(dict.fromkeys(f"{row.model} (`{row.parts[:80]}`)" for row in held))
+        for why, value in kept.items():
+            names = ", ".join(dict.fromkeys(f"{row.model} (`{row.parts[:80]}`)" for row in value))
             lines.append(f"- {names}: {why}")
     low = [row for row in rows if row.tp and row.split < ENOUGH]
     if low:

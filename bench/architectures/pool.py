@@ -25,11 +25,11 @@ class Worker:
     at: Architecture | None = None
     deadline: float = 0.0
     sent: int = 0
-    taken: int = 0
+    handed: int = 0
     done: bool = field(default=False)
 
     def hand(self, architecture: Architecture) -> None:
-        self.at, self.sent, self.taken = architecture, 0, self.taken + 1
+        self.at, self.sent, self.handed = architecture, 0, self.handed + 1
         self.deadline = time.monotonic() + LIMIT
         self.pipe.send(architecture)
 
@@ -60,7 +60,7 @@ def measured(wanted: Sequence[Architecture], jobs: int, depth: Depth = "verified
                     yield from _lost(worker, lost)
                     worker.at = None
                 if worker.at is None:
-                    if lost or worker.taken >= MOST:
+                    if lost or worker.handed >= MOST:
                         worker.end()
                         worker = workers[number] = _start(depth)
                     if waiting:
@@ -82,16 +82,16 @@ def _start(depth: Depth) -> Worker:
 def _news(worker: Worker) -> tuple[Row | None, str]:
     """A row, or why there will be none."""
     try:
-        found = worker.pipe.recv()
+        actual = worker.pipe.recv()
     except (EOFError, ConnectionError):
         worker.process.join(5)
         return None, f"the process died with code {worker.process.exitcode}"
     worker.deadline = time.monotonic() + LIMIT
-    if found is None:
+    if actual is None:
         worker.at = None
         return None, ""
     worker.sent += 1
-    return found, ""
+    return actual, ""
 
 
 def _lost(worker: Worker, why: str) -> Iterator[Row]:

@@ -26,19 +26,19 @@ def agree(module: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any
     expected = [leaf for leaf in pytree.tree_leaves(original(*args, **kwargs)) if isinstance(leaf, Tensor)]
     torch.manual_seed(5)
     parameters, buffers = tensors_of(module)
-    given = {key: held.clone() for key, held in buffers.items()}
-    outputs, updates, values = run(captured, captured.flatten(args, kwargs), parameters, given)
-    assert all(torch.equal(held, buffers[key]) for key, held in given.items()), "an op wrote to a buffer unseen"
+    by_key = {key: buffer.clone() for key, buffer in buffers.items()}
+    outputs, updates, values = run(captured, captured.flatten(args, kwargs), parameters, by_key)
+    assert all(torch.equal(value, buffers[key]) for key, value in by_key.items()), "an op wrote to a buffer unseen"
     actual = [leaf for leaf in pytree.tree_leaves(captured.unflatten(outputs)) if isinstance(leaf, Tensor)]
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
         assert distance(mine, theirs) <= tolerance
-    for name, held in values.items():
+    for name, item in values.items():
         value = captured.graph.values[name]
-        assert (tuple(held.shape), str(held.dtype)) == (value.shape, f"torch.{value.dtype}"), value
-        assert held.requires_grad == value.gradient, captured.graph.producer.get(name, value)
-    for key, held in original.named_buffers():
-        assert distance(updates.get(key, dict(module.named_buffers())[key]), held) <= tolerance, key
+        assert (tuple(item.shape), str(item.dtype)) == (value.shape, f"torch.{value.dtype}"), value
+        assert item.requires_grad == value.gradient, captured.graph.producer.get(name, value)
+    for key, item in original.named_buffers():
+        assert distance(updates.get(key, dict(module.named_buffers())[key]), item) <= tolerance, key
     gradients_agree(module, actual, original, expected, tolerance)
     return captured
 
@@ -46,9 +46,9 @@ def agree(module: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any
 def gradients_agree(
     module: nn.Module, actual: list[Tensor], original: nn.Module, expected: list[Tensor], tolerance: float
 ) -> None:
-    for held, outputs in ((module, actual), (original, expected)):
+    for value, outputs in ((module, actual), (original, expected)):
         total = sum(out.sum() for out in outputs if out.requires_grad)
-        held.zero_grad()
+        value.zero_grad()
         if isinstance(total, Tensor):
             total.backward()
     largest = max([p.grad.abs().max().item() for p in original.parameters() if p.grad is not None], default=0.0)

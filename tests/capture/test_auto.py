@@ -78,7 +78,7 @@ def test_the_smallest_submodule_that_fails_is_kept(block, kept):
 def test_the_warning_names_submodule_line_and_reason():
     with pytest.warns(UserWarning, match="is not captured") as reported:
         capture(find_opaque(Net(Gate(), Rolled()), "auto"), (torch.randn(6, 4),))
-    first, second = (str(held.message) for held in reported)
+    first, second = (str(value.message) for value in reported)
     assert "model.blocks[0] is not captured" in first
     assert "`if x.sum() > 0:`: The line decides by the values of a tensor" in first
     assert "model.blocks[1] is not captured" in second

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 def x(value: float = 0.0) -> Tensor:
-    made = torch.randn(3, 4, dtype=torch.float64)
-    return made.abs() * value if value else made
+    built = torch.randn(3, 4, dtype=torch.float64)
+    return built.abs() * value if value else built
 
 
 @pytest.mark.parametrize("value", [1.0, 10.0, -1.0])
@@ -54,15 +54,15 @@ def test_a_while_loop_is_one_op(value):
 
 
 def test_the_gradient_of_a_while_loop_is_that_of_the_loop_written_out():
-    module, given = Repeats().double(), x(1.0)
-    captured = capture(module, (given,))
-    outputs, _, _ = run(captured, [given], *tensors_of(module))
+    module, inputs = Repeats().double(), x(1.0)
+    captured = capture(module, (inputs,))
+    outputs, _, _ = run(captured, [inputs], *tensors_of(module))
     mine = torch.autograd.grad(outputs[0].sum(), list(module.parameters()))
-    y = given
+    y = inputs
     for _ in range(3):
         y = torch.tanh(module.turn(y))
-    for one, other in zip(mine, torch.autograd.grad(y.sum(), list(module.parameters())), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for value, other in zip(mine, torch.autograd.grad(y.sum(), list(module.parameters())), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_that_decide_alike_share_their_graphs():
@@ -75,9 +75,9 @@ def test_names_and_fingerprints_are_the_same_every_time():
     def graph() -> object:
         return capture(Net(Chooses(), layers=2), (torch.randn(3, 4),)).graph
 
-    one, other = graph(), graph()
-    assert show(one) == show(other)
-    assert one.fingerprint == other.fingerprint
+    first, other = graph(), graph()
+    assert show(first) == show(other)
+    assert first.fingerprint == other.fingerprint
 
 
 def test_a_change_in_a_branch_is_a_change_of_the_graph():
@@ -98,8 +98,8 @@ def test_random_numbers_in_a_loop_are_refused():
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-                made = nn.functional.dropout(carry + row, 0.5)
-                return made, made * 2
+                built = nn.functional.dropout(carry + row, 0.5)
+                return built, built * 2
 
             return scan(step, torch.zeros(4), x)[0]
 

@@ -28,7 +28,7 @@ def test_a_replaced_forward_of_the_copy_reads_the_copy(how):
 
 def test_functions_that_share_a_variable_share_it_in_the_copy():
     model = TwoLayers()
-    layer, count = model.one, 0
+    layer, count = model.first, 0
 
     def bump(x):
         nonlocal count
@@ -47,7 +47,7 @@ def test_functions_that_share_a_variable_share_it_in_the_copy():
 
 def test_a_function_that_reaches_itself():
     model = TwoLayers()
-    layer = model.one
+    layer = model.first
 
     def again(x, times):
         return x if times == 0 else again(layer(x), times - 1)
@@ -55,8 +55,8 @@ def test_a_function_that_reaches_itself():
     model.again = again
     copied = copy_module(model)
     with torch.no_grad():
-        copied.one.weight.zero_()
-        copied.one.bias.zero_()
+        copied.first.weight.zero_()
+        copied.first.bias.zero_()
 
     assert torch.equal(copied.again(torch.randn(2, 8), 2), torch.zeros(2, 8))
 
@@ -67,14 +67,14 @@ def test_functions_in_containers_and_objects():
             self.function = function
 
     model = TwoLayers()
-    layer = model.one
+    layer = model.first
     model.table = {"a": [lambda: layer.weight], "b": (Box(lambda: layer.bias),)}
     model.weak = weakref.ref(layer)
     copied = copy_module(model)
 
-    assert copied.table["a"][0]() is copied.one.weight
-    assert copied.table["b"][0].function() is copied.one.bias
-    assert copied.weak() is copied.one
+    assert copied.table["a"][0]() is copied.first.weight
+    assert copied.table["b"][0].function() is copied.first.bias
+    assert copied.weak() is copied.first
     assert model.table["a"][0]() is layer.weight
 
 

@@ -30,7 +30,7 @@ def test_a_promoted_graph_has_no_small_floats(name):
     captured = capture(module, args, kwargs, promote=True)
     _, _, values = run(captured, captured.flatten(args, kwargs), *tensors_of(module))
     assert not {value.dtype for value in captured.graph.values.values()} & {"float32", "float16", "bfloat16"}
-    assert not {held.dtype for held in values.values()} & {torch.float32, torch.float16, torch.bfloat16}
+    assert not {value.dtype for value in values.values()} & {torch.float32, torch.float16, torch.bfloat16}
     assert not [op for op in captured.graph.ops if op.autocast]
 
 
@@ -38,7 +38,12 @@ def test_the_callback_sees_every_op_in_order():
     module, args, kwargs = ZOO["mlp"](dtype=torch.float64)
     captured = capture(module, args, kwargs)
     seen = []
-    run(captured, list(args), *tensors_of(module), callback=lambda op, given, made: seen.append((op.name, len(made))))
+    run(
+        captured,
+        list(args),
+        *tensors_of(module),
+        callback=lambda op, value, result: seen.append((op.name, len(result))),
+    )
     assert seen == [(op.name, len(op.outputs)) for op in captured.graph.ops]
 
 

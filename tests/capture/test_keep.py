@@ -35,8 +35,8 @@ class Pair(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, one, other):
-        return one * 7, other * 11
+    def backward(ctx, first, other):
+        return first * 7, other * 11
 
 
 class Identity(torch.autograd.Function):
@@ -83,12 +83,12 @@ def test_a_function_with_setup_context_and_two_outputs():
             self.linear = nn.Linear(4, 4, dtype=torch.float64)
 
         def forward(self, x: Tensor) -> Tensor:
-            one, other = Pair.apply(self.linear(x), x)
-            return one * other
+            first, other = Pair.apply(self.linear(x), x)
+            return first * other
 
     captured = agree(Two(), x())
     [op] = [op for op in captured.graph.ops if op.target.startswith("call.")]
-    assert op.outputs == ("one", "other")
+    assert op.outputs == ("first", "other")
 
 
 class Checkpointed(nn.Module):
@@ -99,7 +99,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.run(self.first, x)
-        x = self.run(lambda held: self.second(held).tanh(), x)
+        x = self.run(lambda value: self.second(value).tanh(), x)
         return self.last(x)
 
 

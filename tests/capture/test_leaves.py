@@ -32,33 +32,33 @@ def captured():
 
 def test_unused_and_frozen_parameters_are_listed():
     graph = captured().graph
-    assert {held.key: held.trainable for held in graph.parameters} == {
+    assert {parameter.key: parameter.trainable for parameter in graph.parameters} == {
         "frozen": False, "used.weight": True, "used.bias": True, "unused.weight": True, "unused.bias": True,
     }  # fmt: skip
-    unused = next(held for held in graph.parameters if held.key == "unused.weight")
+    unused = next(parameter for parameter in graph.parameters if parameter.key == "unused.weight")
     assert graph.users[unused.value] == ()
 
 
 def test_buffers_and_constants():
-    held = captured()
-    assert {buffer.key: buffer.persistent for buffer in held.graph.buffers} == {
+    stored = captured()
+    assert {buffer.key: buffer.persistent for buffer in stored.graph.buffers} == {
         "kept": True, "lost": False, "constant.0": False, "constant.1": False,
     }  # fmt: skip
-    assert sorted(tensor.tolist() for tensor in held.constants.values()) == [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]]
+    assert sorted(tensor.tolist() for tensor in stored.constants.values()) == [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]]
 
 
 def test_adapters_train_while_the_rest_is_frozen():
     module, args, kwargs = ZOO["lora"](dtype=torch.float64)
     graph = agree(module, *args, **kwargs).graph
-    trainable = {held.key for held in graph.parameters if held.trainable}
-    assert trainable == {key for key, held in module.named_parameters() if held.requires_grad}
-    assert trainable < {held.key for held in graph.parameters}
+    trainable = {parameter.key for parameter in graph.parameters if parameter.trainable}
+    assert trainable == {key for key, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trainable < {parameter.key for parameter in graph.parameters}
 
 
 def test_an_input_may_have_a_gradient():
-    held = agree(nn.Tanh(), torch.randn(2, 3, dtype=torch.float64).requires_grad_())
-    assert held.graph.values["input"].gradient
-    assert held.graph.values[held.graph.outputs[0].value].gradient
+    stored = agree(nn.Tanh(), torch.randn(2, 3, dtype=torch.float64).requires_grad_())
+    assert stored.graph.values["input"].gradient
+    assert stored.graph.values[stored.graph.outputs[0].value].gradient
 
 
 class Hides(nn.Module):

@@ -30,8 +30,8 @@ def arithmetic(y: Tensor) -> Tensor:
 
 def filled(y: Tensor) -> Tensor:
     v = y.mean().item()
-    made = y + torch.full_like(y, v) + torch.full((6,), v, dtype=y.dtype) + torch.tensor(v)
-    return made.masked_fill(y > v, v / 2) + torch.where(y < v, y, v)
+    built = y + torch.full_like(y, v) + torch.full((6,), v, dtype=y.dtype) + torch.tensor(v)
+    return built.masked_fill(y > v, v / 2) + torch.where(y < v, y, v)
 
 
 def bounded(y: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ def test_numbers_that_are_returned_are_numbers():
     net, x = Does(returned), torch.randn(4, 6, dtype=torch.float64)
     captured = capture(net, (x,))
     outputs, _, _ = run(captured, captured.flatten((x,), {}), *tensors_of(net))
-    found, wanted = captured.unflatten(outputs), net(x)
-    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in wanted.items()}
-    assert found["mean"] == pytest.approx(wanted["mean"], abs=1e-14)
-    assert found["row"] == pytest.approx(wanted["row"], abs=1e-14)
-    assert [found[key] for key in ("positive", "any", "same")] == [wanted[key] for key in ("positive", "any", "same")]
+    actual, wanted = captured.unflatten(outputs), net(x)
+    assert {key: type(value) for key, value in actual.items()} == {key: type(value) for key, value in wanted.items()}
+    assert actual["mean"] == pytest.approx(wanted["mean"], abs=1e-14)
+    assert actual["row"] == pytest.approx(wanted["row"], abs=1e-14)
+    assert [actual[key] for key in ("positive", "any", "same")] == [wanted[key] for key in ("positive", "any", "same")]
 
 
 @pytest.mark.parametrize(

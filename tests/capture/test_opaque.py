@@ -23,8 +23,8 @@ class Around(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.part(self.first(x))
-        return (found["y"] if isinstance(found, dict) else found).tanh()
+        actual = self.part(self.first(x))
+        return (actual["y"] if isinstance(actual, dict) else actual).tanh()
 
 
 class Does(nn.Module):
@@ -84,8 +84,8 @@ def test_arguments_and_results_may_be_nested():
             self.linear, self.nested = nn.Linear(4, 4).double(), sw.opaque(Nested())
 
         def forward(self, x: Tensor) -> Tensor:
-            one, rest = self.nested((self.linear(x), x), options={"scale": x.sum(), "word": "unused"})
-            return one * rest["other"][0]
+            first, rest = self.nested((self.linear(x), x), options={"scale": x.sum(), "word": "unused"})
+            return first * rest["other"][0]
 
     [op] = [op for op in agree(Holds(), x()).graph.ops if op.target == "call.opaque"]
     assert len(op.argument("tensors")) == 3
@@ -110,11 +110,11 @@ def test_a_hook_of_the_submodule_is_in_the_graph_once():
 
 
 def test_the_model_is_left_as_it_was():
-    net, given = Around(Branching()), x()
+    net, inputs = Around(Branching()), x()
     before, state, seed = dict(vars(net.part)), copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    capture(net, (given,))
+    capture(net, (inputs,))
     assert dict(vars(net.part)).keys() == before.keys()
-    assert all(torch.equal(held, state[key]) for key, held in net.state_dict().items())
+    assert all(torch.equal(tensor, state[key]) for key, tensor in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), seed)
 
 
@@ -219,7 +219,7 @@ def test_shapes_that_change_between_calls_are_refused():
     captured = capture(Around(Does(grows)).double(), (x().abs() * 0 + 1,))
     [op] = [op for op in captured.graph.ops if op.target == "call.opaque"]
     wrong = captured.opaques["part"].outputs[0].shape[0] == 3
-    held = [torch.zeros(4, 4).double(), torch.zeros(4).double(), torch.zeros(()).double()]
-    given = -torch.ones(6, 4).double() if wrong else torch.ones(6, 4).double()
+    stored = [torch.zeros(4, 4).double(), torch.zeros(4).double(), torch.zeros(()).double()]
+    inputs = -torch.ones(6, 4).double() if wrong else torch.ones(6, 4).double()
     with pytest.raises(InputError, match="returned tensors of shapes"):
-        captured.functions[op.target].call("part", False, "", [given], op.argument("names"), held)
+        captured.functions[op.target].call("part", False, "", [inputs], op.argument("names"), stored)

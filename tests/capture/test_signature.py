@@ -42,8 +42,8 @@ def call() -> tuple[tuple, dict]:
 def test_paths_of_inputs_and_outputs():
     args, kwargs = call()
     captured = agree(Nested(), *args, **kwargs)
-    assert [held.path for held in captured.graph.inputs] == ["batch['x']", "more[0]", "last.x", "last.y"]
-    assert [held.path for held in captured.graph.outputs] == [
+    assert [value.path for value in captured.graph.inputs] == ["batch['x']", "more[0]", "last.x", "last.y"]
+    assert [output.path for output in captured.graph.outputs] == [
         "out", "pair[0]", "pair[1]", "flag", "result.loss", "result.parts[0]", "result.note",
     ]  # fmt: skip
     assert captured.graph.batch == 2
@@ -76,7 +76,7 @@ def test_keywords_in_another_order_than_the_signature():
             return a - 2 * b
 
     captured = agree(Two(), b=torch.ones(2), a=torch.zeros(2))
-    assert [held.path for held in captured.graph.inputs] == ["b", "a"]
+    assert [value.path for value in captured.graph.inputs] == ["b", "a"]
 
 
 def test_an_hf_cache_comes_back_as_a_cache():
@@ -84,12 +84,12 @@ def test_an_hf_cache_comes_back_as_a_cache():
     module.config.use_cache = True
     captured = capture(module.eval(), args, kwargs)
     outputs, _, _ = run(captured, captured.flatten(args, kwargs), *tensors_of(module))
-    made = captured.unflatten(outputs)
+    built = captured.unflatten(outputs)
     expected = module(*args, **kwargs)
     if expected.past_key_values is not None:
-        assert type(made.past_key_values) is type(expected.past_key_values)
-        assert made.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    assert torch.equal(made.loss, expected.loss)
+        assert type(built.past_key_values) is type(expected.past_key_values)
+        assert built.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert torch.equal(built.loss, expected.loss)
 
 
 def test_a_batch_size_is_that_of_the_inputs_that_sizes_tell():
@@ -97,8 +97,8 @@ def test_a_batch_size_is_that_of_the_inputs_that_sizes_tell():
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return a + b
 
-    found = capture(Add(), (torch.ones(2, 3), torch.ones(3))).graph
-    assert found.batch == 2 and [held.batched for held in found.inputs] == [True, False]
+    actual = capture(Add(), (torch.ones(2, 3), torch.ones(3))).graph
+    assert actual.batch == 2 and [value.batched for value in actual.inputs] == [True, False]
 
 
 def test_a_batch_size_that_sizes_do_not_tell_is_none():

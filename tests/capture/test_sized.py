@@ -78,8 +78,8 @@ def speech() -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_the_ctc_loss_is_split_on_its_samples(plan):
     torch.manual_seed(0)
-    found = compare(Speech("sum"), speech(), plan)
-    assert found.sent("all_gather", "dp") == (0, 0)
+    comparison = compare(Speech("sum"), speech(), plan)
+    assert comparison.sent("all_gather", "dp") == (0, 0)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])

@@ -39,7 +39,7 @@ def test_one_tensor_for_two_arguments_is_two_inputs():
 
     same = torch.ones(3)
     captured = capture(Difference(), (same, same))
-    assert [held.path for held in captured.graph.inputs] == ["a", "b"]
+    assert [value.path for value in captured.graph.inputs] == ["a", "b"]
     assert captured.graph.by_name["/ sub"].inputs == ("mul", "b")
 
 
@@ -50,14 +50,14 @@ def test_the_module_is_as_it_was(name):
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = copy.deepcopy(module.state_dict())
-    identities = [id(held) for held in (*module.parameters(), *module.buffers())]
-    flags = [held.training for held in module.modules()]
+    identities = [id(value) for value in (*module.parameters(), *module.buffers())]
+    flags = [value.training for value in module.modules()]
     random = torch.get_rng_state()
     capture(module, args, kwargs)
-    assert identities == [id(held) for held in (*module.parameters(), *module.buffers())]
-    assert all(torch.equal(held, before[key]) for key, held in module.state_dict().items())
-    assert all(torch.equal(held.grad, torch.ones_like(held)) for held in module.parameters())
-    assert flags == [held.training for held in module.modules()]
+    assert identities == [id(value) for value in (*module.parameters(), *module.buffers())]
+    assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in module.parameters())
+    assert flags == [value.training for value in module.modules()]
     assert torch.equal(random, torch.get_rng_state())
     assert not module._forward_hooks
 
@@ -87,6 +87,6 @@ def test_a_big_model_on_meta_costs_no_memory():
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     captured = capture(module, (), {"input_ids": ids, "labels": ids})
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
-    assert sum(captured.graph.values[held.value].elements for held in captured.graph.parameters) > 8e9
+    assert sum(captured.graph.values[parameter.value].elements for parameter in captured.graph.parameters) > 8e9
     assert grown < 1.0  # GiB
     assert time.monotonic() - start < 60

@@ -27,7 +27,7 @@ class Keeping(nn.Module):
         self.losses: list[Tensor] = []
 
 
-class Looked(Keeping):
+class Inspected(Keeping):
     """Keeps what somebody may want to look at."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def test_what_every_call_changes_in_place_is_refused(change):
         capture(Changing(change), (x(),))
 
 
-@pytest.mark.parametrize("kind", [Looked, Cached, Filled])
+@pytest.mark.parametrize("kind", [Inspected, Cached, Filled])
 def test_what_the_next_call_does_not_need_may_be_kept(kind):
     module = kind()
     agree(module, x())

@@ -32,13 +32,13 @@ def rows(net: Net, x: Tensor) -> Tensor:
 
 def ensemble(net: Net, x: Tensor) -> Tensor:
     stacked = {key: torch.stack([dict(e.named_parameters())[key] for e in net.experts]) for key in ("weight", "bias")}
-    return torch.vmap(lambda held: functional_call(net.experts[0], held, (x,)))(stacked).mean(0)
+    return torch.vmap(lambda value: functional_call(net.experts[0], value, (x,)))(stacked).mean(0)
 
 
 def nested(net: Net, x: Tensor) -> Tensor:
     inner = torch.vmap(lambda a, b: {"product": (a * b).sum(), "both": (a, b)}, in_dims=(0, None))
-    found = torch.vmap(inner, in_dims=(None, 0), out_dims=1)(net.first(x), x)
-    return net.last(found["product"] @ found["both"][0][:, 0] + found["both"][1][0])
+    actual = torch.vmap(inner, in_dims=(None, 0), out_dims=1)(net.first(x), x)
+    return net.last(actual["product"] @ actual["both"][0][:, 0] + actual["both"][1][0])
 
 
 def in_chunks(net: Net, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import shardwright as sw
 from shardwright.runtime.model.parallel_model import ParallelModel
 from tests.models.zoo import ZOO
 
-Made = tuple[nn.Module, torch.optim.Optimizer, Any]
+CompiledRun = tuple[nn.Module, torch.optim.Optimizer, Any]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def made(name: str, kind: str, plan: str | None, folder: str | Path, seed: int = 0) -> Made:
+def make_run(name: str, kind: str, plan: str | None, folder: str | Path, seed: int = 0) -> CompiledRun:
     """A model, its optimizer and its schedule; under a plan, or as they are without one."""
     case = ZOO[name](seed=seed, dtype=torch.float64)
     flat = [p for p in case.module.parameters() if p.dim() < 2]
@@ -46,7 +46,7 @@ def made(name: str, kind: str, plan: str | None, folder: str | Path, seed: int =
     return model, optimizer, schedule
 
 
-def steps(run: Made, name: str, count: int) -> list[float]:
+def steps(run: CompiledRun, name: str, count: int) -> list[float]:
     """The losses of some steps. Each step has a batch of its own."""
     model, optimizer, schedule = run
     losses = []
@@ -62,7 +62,7 @@ def steps(run: Made, name: str, count: int) -> list[float]:
     return losses
 
 
-def forget(run: Made) -> None:
+def forget(run: CompiledRun) -> None:
     """As after a crash: nothing of a run is left but what it is made of."""
     model, optimizer, schedule = run
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -76,13 +76,13 @@ def forget(run: Made) -> None:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """All that a state dict has, whole."""
-    held = model.full_state_dict() if isinstance(model, ParallelModel) else model.state_dict()
-    return {key: value.detach().clone() for key, value in held.items()}
+    stored = model.full_state_dict() if isinstance(model, ParallelModel) else model.state_dict()
+    return {key: value.detach().clone() for key, value in stored.items()}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-9) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    assert actual.keys() == wanted.keys()
     for key, value in wanted.items():
         torch.testing.assert_close(
-            found[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+            actual[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
         )

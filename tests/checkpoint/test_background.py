@@ -15,7 +15,7 @@ from shardwright.checkpoint import CheckpointFolder, disk
 from shardwright.errors import CheckpointError
 
 from .little import little, train
-from .runs import assert_same, forget, made, steps, values
+from .runs import assert_same, forget, make_run, steps, values
 
 
 def slow(seconds, only=None):
@@ -31,7 +31,7 @@ def slow(seconds, only=None):
 
 
 def on_ranks(rank, plan, folder):
-    run = made("gpt", "adamw", plan, folder)
+    run = make_run("gpt", "adamw", plan, folder)
     steps(run, "gpt", 2)
     kept = values(run[0])
     with slow(0.02):
@@ -59,10 +59,10 @@ def test_training_goes_on_and_the_moment_is_kept(pools, tmp_path, plan):
 
 def failing(rank, folder):
     """A disk that is full on one rank only."""
-    run = made("mlp", "momentum", "dp=2", folder)
+    run = make_run("mlp", "momentum", "dp=2", folder)
     steps(run, "mlp", 1)
-    held = CheckpointFolder(f"{folder}/run")
-    held.save(1, run[0], run[1])
+    checkpoints = CheckpointFolder(f"{folder}/run")
+    checkpoints.save(1, run[0], run[1])
     write = disk.AtomicFile.write
 
     def full(self, data):
@@ -74,14 +74,14 @@ def failing(rank, folder):
     for background in (False, True):
         with mock.patch.object(disk.AtomicFile, "write", full):
             try:
-                held.save(2, run[0], run[1], background=background)
+                checkpoints.save(2, run[0], run[1], background=background)
                 steps(run, "mlp", 1)
-                held.wait()
+                checkpoints.wait()
             except CheckpointError as error:
                 seen.append(str(error))
     dist.barrier()
-    loaded = held.load(run[0], run[1])
-    return seen, loaded.step, sorted(path.name for path in held.path.iterdir())
+    loaded = checkpoints.load(run[0], run[1])
+    return seen, loaded.step, sorted(path.name for path in checkpoints.path.iterdir())
 
 
 def test_an_error_of_one_rank_is_one_on_all_and_loses_nothing(pools, tmp_path):
@@ -109,7 +109,7 @@ def test_one_process_saves_beside_training_too(tmp_path):
     net, optimizer = little()
     train(net, optimizer, 2)
     generator = torch.get_rng_state()
-    kept = {key: held.clone() for key, held in net.state_dict().items()}
+    kept = {key: tensor.clone() for key, tensor in net.state_dict().items()}
     with slow(0.05):
         saving = sw.save(tmp_path / "x", net, optimizer, background=True)
         on = train(net, optimizer, 3)
@@ -117,6 +117,6 @@ def test_one_process_saves_beside_training_too(tmp_path):
     assert saving.wait() == tmp_path / "x"
     net, optimizer = little(3)
     sw.load(tmp_path / "x", net, optimizer)
-    assert all(torch.equal(net.state_dict()[key], held) for key, held in kept.items())
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in kept.items())
     assert torch.equal(torch.get_rng_state(), generator)
     assert train(net, optimizer, 3) == on

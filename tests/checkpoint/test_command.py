@@ -11,7 +11,7 @@ from shardwright.checkpoint import CheckpointFolder, load_weights
 from shardwright.cli import main
 
 from .little import little, train
-from .runs import made, steps
+from .runs import make_run, steps
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_inspect_shows_what_there_is(run, capsys):
 
 
 def planned(rank, folder):
-    run = made("gpt", "adamw", "pp=2", folder)
+    run = make_run("gpt", "adamw", "pp=2", folder)
     steps(run, "gpt", 1)
     sw.save(f"{folder}/x", run[0], run[1])
 
@@ -60,27 +60,29 @@ def test_inspect_shows_the_plan(pools, tmp_path, capsys):
 
 def test_there_and_back(run, tmp_path, capsys):
     path, net = run
-    weights = {key: held for key, held in net.state_dict().items() if key != "head.weight"}
+    weights = {key: tensor for key, tensor in net.state_dict().items() if key != "head.weight"}
     assert main(["checkpoint", "convert", str(path), "--to", str(tmp_path / "w.safetensors")]) == 0
     assert "a safetensors file" in capsys.readouterr().out
-    found = load_file(tmp_path / "w.safetensors")
-    assert found.keys() == weights.keys() and all(torch.equal(found[key], held) for key, held in weights.items())
+    tensors = load_file(tmp_path / "w.safetensors")
+    assert tensors.keys() == weights.keys() and all(
+        torch.equal(tensors[key], weight) for key, weight in weights.items()
+    )
 
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "config.json").write_text("{}")
     wanted = ["--to", str(tmp_path / "hf"), "--config", str(tmp_path / "from"), "--shard-gb", "3e-7"]
     assert main(["checkpoint", "convert", str(path), *wanted]) == 0
-    assert {"config.json", "model.safetensors.index.json"} < {held.name for held in (tmp_path / "hf").iterdir()}
+    assert {"config.json", "model.safetensors.index.json"} < {path.name for path in (tmp_path / "hf").iterdir()}
     other, _ = little(1)
     load_weights(tmp_path / "hf", other)
-    assert all(torch.equal(other.state_dict()[key], held) for key, held in weights.items())
+    assert all(torch.equal(other.state_dict()[key], weight) for key, weight in weights.items())
 
     for source in ("w.safetensors", "hf"):
         assert main(["checkpoint", "convert", str(tmp_path / source), "--to", str(tmp_path / "back")]) == 0
         assert main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
         other, _ = little(1)
         sw.load(tmp_path / "back", other)
-        assert all(torch.equal(other.state_dict()[key], held) for key, held in net.state_dict().items())
+        assert all(torch.equal(other.state_dict()[key], tensor) for key, tensor in net.state_dict().items())
 
 
 def test_convert_to_another_dtype_and_form(run, tmp_path, capsys):

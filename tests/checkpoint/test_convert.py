@@ -35,9 +35,9 @@ def test_to_a_file_to_a_folder_and_back(saved, tmp_path):
     assert convert(tmp_path / "hf", tmp_path / "again") == "checkpoint"
 
     for file in (tmp_path / "w.safetensors", tmp_path / "hf" / HF_SINGLE):
-        found = load_file(file)
-        assert found.keys() == kept(net).keys()
-        assert all(torch.equal(found[key], value) for key, value in kept(net).items())
+        tensors = load_file(file)
+        assert tensors.keys() == kept(net).keys()
+        assert all(torch.equal(tensors[key], value) for key, value in kept(net).items())
     for folder in ("back", "again"):
         verify(tmp_path / folder)
         other, _ = little(seed=1)
@@ -50,10 +50,10 @@ def test_only_floats_are_cast(saved, tmp_path):
     net, path = saved
     convert(path, tmp_path / "w.safetensors", dtype=torch.bfloat16)
 
-    found = load_file(tmp_path / "w.safetensors")
+    tensors = load_file(tmp_path / "w.safetensors")
 
-    assert torch.equal(found["down.bias"], net.down.bias.detach().bfloat16())
-    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    assert torch.equal(tensors["down.bias"], net.down.bias.detach().bfloat16())
+    assert tensors["norm.num_batches_tracked"].dtype == torch.int64
 
 
 def test_large_weights_are_several_files_with_the_others_beside_them(saved, tmp_path):

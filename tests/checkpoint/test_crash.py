@@ -60,16 +60,16 @@ def marked(step):
     net, optimizer = little()
     train(net, optimizer, 1)
     with torch.no_grad():
-        for held in [*net.parameters(), *(one for state in optimizer.state.values() for one in state.values())]:
-            held.fill_(step)
+        for value in [*net.parameters(), *(item for state in optimizer.state.values() for item in state.values())]:
+            value.fill_(step)
     return net, optimizer
 
 
 def step_of(path):
     net, optimizer = little(5)
     loaded = sw.load(path, net, optimizer)
-    numbers = {float(x) for held in net.parameters() for x in held.detach().flatten()}
-    numbers |= {float(x) for state in optimizer.state.values() for held in state.values() for x in held.flatten()}
+    numbers = {float(x) for parameter in net.parameters() for x in parameter.detach().flatten()}
+    numbers |= {float(x) for state in optimizer.state.values() for value in state.values() for x in value.flatten()}
     assert len(numbers) == 1
     return int(numbers.pop()), loaded
 
@@ -84,9 +84,9 @@ def test_killed_before_everything_that_a_save_does(tmp_path):
         moments += 1
 
         def run(moment=moments):
-            held, newest = CheckpointFolder(tmp_path, keep_last=2), marked(3)
+            checkpoints, newest = CheckpointFolder(tmp_path, keep_last=2), marked(3)
             die_at(moment)
-            held.save(3, *newest)
+            checkpoints.save(3, *newest)
 
         ended = forked(run)
         assert ended in (signal.SIGKILL, 7 << 8)
@@ -128,10 +128,10 @@ def test_killed_while_it_replaces_one_of_the_same_name(tmp_path):
 def keep_saving(path):
     torch.set_num_threads(1)
     step = 0
-    held = CheckpointFolder(path, keep_last=1)
+    folder = CheckpointFolder(path, keep_last=1)
     while True:
         step += 1
-        held.save(step, *marked(step), background=step % 2 == 0)
+        folder.save(step, *marked(step), background=step % 2 == 0)
 
 
 def test_killed_twenty_times_at_random(tmp_path):

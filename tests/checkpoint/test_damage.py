@@ -33,7 +33,7 @@ def saved(tmp_path):
 
 
 def files_of(path):
-    return sorted(held.name for held in path.iterdir())
+    return sorted(value.name for value in path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["index.json", "rank-00000.safetensors", "state.json", MANIFEST])
@@ -41,7 +41,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(saved, name):
     assert name in files_of(saved)
     content = bytearray((saved / name).read_bytes())
     net, optimizer = little(1)
-    before = {key: held.clone() for key, held in net.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
     for at in range(7, len(content), max(1, len(content) // 23)):
         content[at] ^= 0x04
         (saved / name).write_bytes(content)
@@ -53,7 +53,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(saved, name):
                 assert "step-000001 is complete: load that one" in str(caught.value)
         content[at] ^= 0x04
     (saved / name).write_bytes(content)
-    assert not optimizer.state and all(torch.equal(held, before[key]) for key, held in net.state_dict().items())
+    assert not optimizer.state and all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
     verify(saved)
 
 
@@ -96,9 +96,9 @@ class Evil:
 
 def with_right_digests(path):
     """What someone who wants to run code would do too."""
-    held = read_manifest(path)
-    files = {name: digest_of(path / name) for name in held.files}
-    Manifest(files=files, world=held.world, when=held.when, step=held.step).write(path)
+    manifest = read_manifest(path)
+    files = {name: digest_of(path / name) for name in manifest.files}
+    Manifest(files=files, world=manifest.world, when=manifest.when, step=manifest.step).write(path)
 
 
 def torch_saved(value, path):
@@ -137,22 +137,22 @@ def test_a_pickle_of_dcp_is_not_even_opened(tmp_path):
 
 def test_an_index_that_points_elsewhere_is_refused(saved, tmp_path):
     (tmp_path / "secret").write_bytes(b"0" * 10**5)
-    held = json.loads((saved / "index.json").read_text())
-    first = next(iter(held["tensors"].values()))
+    document = json.loads((saved / "index.json").read_text())
+    first = next(iter(document["tensors"].values()))
     for file, start, words in (
         ("../../secret", 0, "file should be the name of a file in its folder"),
         (None, 10**9, "is truncated"),
         (None, -8, "start should be a whole number from 0"),
     ):
         first["chunks"][0][2:] = [file or "rank-00000.safetensors", start]
-        (saved / "index.json").write_text(json.dumps(held))
+        (saved / "index.json").write_text(json.dumps(document))
         with_right_digests(saved)
         with pytest.raises(CheckpointError, match=words):
             open_checkpoint(saved)
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(saved):
-    held = read_manifest(saved)
-    Manifest(files={**held.files, "../x": held.files["state.json"]}, world=1, when="").write(saved)
+    manifest = read_manifest(saved)
+    Manifest(files={**manifest.files, "../x": manifest.files["state.json"]}, world=1, when="").write(saved)
     with pytest.raises(CheckpointError, match="the name of a file in its folder"):
         verify(saved)

@@ -13,7 +13,7 @@ from shardwright.errors import CheckpointError
 def test_a_text_takes_the_place_of_another_and_leaves_nothing_beside_it(tmp_path):
     for text in ("one", "two"):
         disk.replace_text(tmp_path / "latest", text)
-        assert [(held.name, held.read_text()) for held in tmp_path.iterdir()] == [("latest", text)]
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", text)]
 
 
 def test_a_digest_is_that_of_all_that_was_written(tmp_path):
@@ -43,7 +43,7 @@ def test_a_draft_gets_its_name_when_it_is_finished(tmp_path):
     (builder / "data").write_text("new")
     disk.finish(path)
 
-    assert [held.name for held in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (path / "data").read_text() == "new"
 
 

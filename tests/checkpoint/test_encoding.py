@@ -19,11 +19,11 @@ SINGLE = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 HASHABLE = st.integers() | st.text() | st.tuples(st.integers(), st.text())
 VALUES = st.recursive(
     SINGLE,
-    lambda held: (
-        st.lists(held)
-        | st.dictionaries(HASHABLE, held)
-        | st.lists(held).map(tuple)
-        | st.dictionaries(st.sampled_from(["$", "key", "a"]), held)
+    lambda value: (
+        st.lists(value)
+        | st.dictionaries(HASHABLE, value)
+        | st.lists(value).map(tuple)
+        | st.dictionaries(st.sampled_from(["$", "key", "a"]), value)
     ),
 )
 
@@ -36,8 +36,8 @@ def there_and_back(value):
 
 @given(VALUES)
 def test_what_comes_back_is_what_went_in(value):
-    found = there_and_back(value)
-    assert found == value and repr(found) == repr(value)
+    actual = there_and_back(value)
+    assert actual == value and repr(actual) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_nan_and_arrays():
 
 def test_tensors_are_kept_aside_under_their_paths():
     tensors = {}
-    held = encode({"a": [torch.ones(2), {"b": torch.zeros(1)}], "a/0": torch.ones(3)}, "x", tensors)
-    assert list(tensors) == keys_of(held) == ["x/a/0", "x/a/1/b", "x/a/0#2"]
-    assert torch.equal(decode(held, tensors.__getitem__)["a/0"], torch.ones(3))
+    stored = encode({"a": [torch.ones(2), {"b": torch.zeros(1)}], "a/0": torch.ones(3)}, "x", tensors)
+    assert list(tensors) == keys_of(stored) == ["x/a/0", "x/a/1/b", "x/a/0#2"]
+    assert torch.equal(decode(stored, tensors.__getitem__)["a/0"], torch.ones(3))
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 1, print, Exception("x"), type])

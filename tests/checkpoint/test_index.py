@@ -107,8 +107,8 @@ def test_empty_boxes_and_boxes_of_any_form_make_up_a_tensor():
 @pytest.mark.parametrize(("start", "fine"), [(8, True), (0, True), (9, False), (-1, False)])
 def test_a_box_lies_in_its_file(tmp_path, start, fine):
     (tmp_path / "a").write_bytes(b"-" * 24)
-    held = {"dtype": "F32", "shape": [4], "chunks": [[[0], [4], "a", start]]}
-    (tmp_path / INDEX).write_text(json.dumps({"tensors": {"w": held}}))
+    stored = {"dtype": "F32", "shape": [4], "chunks": [[[0], [4], "a", start]]}
+    (tmp_path / INDEX).write_text(json.dumps({"tensors": {"w": stored}}))
     if fine:
         assert read_index(tmp_path).files == {"a"}
     else:

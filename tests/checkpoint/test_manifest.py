@@ -17,7 +17,7 @@ def test_the_newest_one_comes_first_and_the_newest_intact_one_is_named(tmp_path)
         os.utime(tmp_path / name / MANIFEST, (10**9 - age, 10**9 - age))
     (tmp_path / "notes").mkdir()
 
-    assert [held.name for held in unlisted_files(tmp_path / "a")] == ["c", "d", "b"]
+    assert [file.name for file in unlisted_files(tmp_path / "a")] == ["c", "d", "b"]
     (tmp_path / "c" / MANIFEST).write_text("{}")
     os.utime(tmp_path / "c" / MANIFEST, (10**9, 10**9))
     assert damage(tmp_path / "a", ["x is short"]).endswith(

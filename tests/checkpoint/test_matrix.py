@@ -6,7 +6,7 @@ import pytest
 
 import shardwright as sw
 
-from .runs import OPTIMIZERS, assert_same, forget, made, steps, values
+from .runs import OPTIMIZERS, assert_same, forget, make_run, steps, values
 
 RANKS = {"plain": 1, "single": 1, "dp=2": 2, "tp=2": 2, "zero3=2": 2, "pp=2": 2, "pp=2,tp=2": 4}
 BEFORE, AFTER = 3, 2
@@ -17,7 +17,7 @@ _kept = {}  # the runs of this process: to compile them once is enough
 def save_all(rank, plan, folder):
     """One run for each optimizer, saved after some steps."""
     for kind in OPTIMIZERS:
-        run = made("gpt", kind, None if plan == "plain" else plan, folder)
+        run = make_run("gpt", kind, None if plan == "plain" else plan, folder)
         _kept[plan, kind] = run
         steps(run, "gpt", BEFORE)
         sw.save(f"{folder}/{kind}/{plan}", run[0], run[1], schedulers=run[2], step=BEFORE, data={"row": 12})
@@ -31,15 +31,15 @@ def sources(plan, kind):
 
 def load_all(rank, plan, folder):
     """What goes on from each checkpoint: the losses and the parameters then."""
-    found = {}
+    by_name = {}
     for kind in OPTIMIZERS:
         run = _kept[plan, kind]
         for saved in sources(plan, kind):
             forget(run)
             loaded = sw.load(f"{folder}/{kind}/{saved}", run[0], run[1], schedulers=run[2])
             assert (loaded.step, loaded.data) == (BEFORE, {"row": 12})
-            found[kind, saved] = steps(run, "gpt", AFTER), values(run[0])
-    return found
+            by_name[kind, saved] = steps(run, "gpt", AFTER), values(run[0])
+    return by_name
 
 
 def run_on(pools, plan, fn, folder):
@@ -58,12 +58,12 @@ def saved(pools, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wanted():
     """The runs that did not stop."""
-    found = {}
+    by_name = {}
     for kind in OPTIMIZERS:
-        run = made("gpt", kind, None, "")
+        run = make_run("gpt", kind, None, "")
         steps(run, "gpt", BEFORE)
-        found[kind] = steps(run, "gpt", AFTER), values(run[0])
-    return found
+        by_name[kind] = steps(run, "gpt", AFTER), values(run[0])
+    return by_name
 
 
 @pytest.mark.parametrize("plan", RANKS)

@@ -28,12 +28,12 @@ def test_state_comes_back_and_what_had_none_has_none_again(tmp_path):
     optimizer.param_groups[0]["lr"] = 0.5
     sw.load(tmp_path / "x", net, optimizer)
 
-    found = optimizer.state_dict()
-    assert found["param_groups"] == wanted["param_groups"]
-    assert found["state"].keys() == wanted["state"].keys() and len(wanted["state"]) == len(list(net.parameters())) - 1
-    for number, held in wanted["state"].items():
-        assert held.keys() == found["state"][number].keys()
-        assert all(torch.equal(value, found["state"][number][key]) for key, value in held.items())
+    state = optimizer.state_dict()
+    assert state["param_groups"] == wanted["param_groups"]
+    assert state["state"].keys() == wanted["state"].keys() and len(wanted["state"]) == len(list(net.parameters())) - 1
+    for number, expected in wanted["state"].items():
+        assert expected.keys() == state["state"][number].keys()
+        assert all(torch.equal(value, state["state"][number][key]) for key, value in expected.items())
 
 
 @pytest.mark.parametrize(("dtype", "moment"), [(torch.float64, torch.float64), (torch.float32, torch.float32)])
@@ -46,9 +46,9 @@ def test_moments_have_the_dtype_of_their_parameter_and_steps_their_own(tmp_path,
     fresh = torch.optim.AdamW(other.parameters())
     sw.load(tmp_path / "x", other, fresh)
 
-    for leaf, held in fresh.state.items():
-        assert held["exp_avg"].dtype == leaf.dtype == moment
-        assert held["step"].dtype == torch.float32 and held["step"].device.type == "cpu"
+    for leaf, value in fresh.state.items():
+        assert value["exp_avg"].dtype == leaf.dtype == moment
+        assert value["step"].dtype == torch.float32 and value["step"].device.type == "cpu"
 
 
 def test_an_optimizer_of_other_groups_is_refused_with_all_its_faults(tmp_path):
@@ -92,19 +92,19 @@ def message(state: list[str], *groups: list[str]) -> dict:
 
 def test_stages_with_other_numbers_of_groups_are_refused():
     census = KeyOwners(little()[0])
-    for one, other in ((["up.weight"], []), ([], ["up.weight"])):
+    for value, other in ((["up.weight"], []), ([], ["up.weight"])):
         with pytest.raises(CheckpointError, match=r"with \d and \d param groups; create the optimizer before"):
-            merge_optimizers([message([], one), message([], other, [])], census)
+            merge_optimizers([message([], value), message([], other, [])], census)
 
 
 def test_groups_have_the_parameters_of_all_stages_in_the_order_of_the_model():
     census = KeyOwners(little()[0])
     first, second = message(["down.bias"], ["down.bias"], ["down.weight"]), message(["up.bias"], ["up.bias"], [])
 
-    found = merge_optimizers([first, second], census)
+    actual = merge_optimizers([first, second], census)
 
-    assert [group["params"] for group in found["groups"]] == [["up.bias", "down.bias"], ["down.weight"]]
-    assert found["state"].keys() == {"down.bias", "up.bias"}
+    assert [group["params"] for group in actual["groups"]] == [["up.bias", "down.bias"], ["down.weight"]]
+    assert actual["state"].keys() == {"down.bias", "up.bias"}
     assert first["groups"][0]["params"] == ["down.bias"], "what was said is left as it is"
 
 

@@ -21,7 +21,7 @@ TENSORS = {
 
 
 def write(path, tensors, metadata=None):
-    specs = {name: Spec(dtype=held.dtype, shape=tuple(held.shape)) for name, held in tensors.items()}
+    specs = {name: Spec(dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
     with TensorWriter(path, specs, metadata) as writer:
         for name in in_order(specs):
             writer.add(name, tensors[name])
@@ -30,22 +30,22 @@ def write(path, tensors, metadata=None):
 
 def test_the_package_reads_what_is_written(tmp_path):
     write(tmp_path / "x.safetensors", TENSORS, {"format": "pt"})
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == TENSORS.keys()
-    for name, held in TENSORS.items():
-        assert found[name].dtype == held.dtype and torch.equal(found[name], held), name
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
     with safe_open(tmp_path / "x.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
 
 
 def test_what_the_package_writes_is_read_in_parts(tmp_path):
-    kept = {name: held.contiguous() for name, held in TENSORS.items()}
+    kept = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
     save_file(kept, tmp_path / "x.safetensors")
     places, _ = read_header(tmp_path / "x.safetensors")
     mapped = MappedFiles()
-    for name, held in kept.items():
-        whole = mapped.box(tmp_path / "x.safetensors", places[name], [0] * held.dim(), held.shape)
-        assert whole.dtype == held.dtype and torch.equal(whole, held), name
+    for name, value in kept.items():
+        whole = mapped.box(tmp_path / "x.safetensors", places[name], [0] * value.dim(), value.shape)
+        assert whole.dtype == value.dtype and torch.equal(whole, value), name
     box = mapped.box(tmp_path / "x.safetensors", places["bf16"], [1, 0, 1], [1, 2, 3])
     assert torch.equal(box, TENSORS["bf16"][1:2, 0:2, 1:4])
 
@@ -70,8 +70,8 @@ def test_what_was_not_to_be_written_is_refused(tmp_path):
         TensorWriter(tmp_path / "z", {"a": Spec(dtype=torch.complex128, shape=())})
 
 
-def header(held, data=b""):
-    text = held if isinstance(held, bytes) else json.dumps(held).encode()
+def header(content, data=b""):
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 

@@ -22,18 +22,19 @@ from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
 from .little import little, train
-from .runs import made, steps, values
+from .runs import make_run, steps, values
 
 
 def test_what_stages_have_in_extra_objects_is_joined_and_the_first_has_the_last_word():
     def message(**ema):
         return {"optimizers": [], "extra": {"ema": ema}}
 
-    one = message(shared={"$": "tensor", "key": "x"}, mine={"a": 1}, plain={"$": "tuple", "items": []})
+    first = message(shared={"$": "tensor", "key": "x"}, mine={"a": 1}, plain={"$": "tuple", "items": []})
     two = message(shared={"$": "tensor", "key": "y", "more": 1}, mine={"b": 2}, plain={"c": 3}, late=4)
 
-    assert merge_stages([one, None, two], KeyOwners(little()[0]))["extra"] == {
-        "ema": {"shared": {"$": "tensor", "key": "x"}, "mine": {"a": 1, "b": 2}, "plain": one["extra"]["ema"]["plain"],
+    assert merge_stages([first, None, two], KeyOwners(little()[0]))["extra"] == {
+        "ema": {"shared": {"$": "tensor", "key": "x"}, "mine": {"a": 1, "b": 2},
+                "plain": first["extra"]["ema"]["plain"],
                 "late": 4}
     }  # fmt: skip
 
@@ -62,14 +63,14 @@ def test_generators_go_on(tmp_path):
 
 def save_drawing(rank, folder):
     torch.manual_seed(100 + rank)
-    run = made("mlp", "momentum", "dp=2", folder)
+    run = make_run("mlp", "momentum", "dp=2", folder)
     torch.manual_seed(100 + rank)
     sw.save(f"{folder}/x", run[0], run[1])
     return torch.rand(1).item()
 
 
 def load_drawing(rank, folder):
-    run = made("mlp", "momentum", "dp=4", folder)
+    run = make_run("mlp", "momentum", "dp=4", folder)
     sw.load(f"{folder}/x", run[0], run[1])
     return torch.rand(1).item()
 
@@ -110,8 +111,8 @@ def test_buffers_are_saved_unless_they_are_rebuilt(tmp_path):
     assert not {"model/table", "model/head.weight"} & keys  # not persistent, and tied
     other, fresh = little(1)
     sw.load(tmp_path / "x", other, fresh)
-    for key, held in net.state_dict().items():
-        assert torch.equal(held, other.state_dict()[key]), key
+    for key, tensor in net.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
     assert other.head.weight is other.up.weight
 
 
@@ -142,35 +143,35 @@ def test_what_is_computed_of_buffers_once_is_computed_again(tmp_path, plan):
 
     nets = [copy.deepcopy(net) for _ in range(2)]
     wanted = go(net)
-    for found in run_ranks(
+    for result in run_ranks(
         2, lambda rank: go(sw.parallelize(nets[rank], plan=plan, compile={"directory": tmp_path / "made"}))
     ):
-        assert found == pytest.approx(wanted, rel=1e-10)
+        assert result == pytest.approx(wanted, rel=1e-10)
 
 
 class Counter:
     """Something with a state of its own."""
 
     def __init__(self) -> None:
-        self.held = {"count": 0, "sum": torch.zeros(2)}
+        self.state = {"count": 0, "sum": torch.zeros(2)}
 
     def state_dict(self):
-        return self.held
+        return self.state
 
-    def load_state_dict(self, held):
-        self.held = held
+    def load_state_dict(self, state):
+        self.state = state
 
 
 def test_data_metrics_and_extra_come_back(tmp_path):
     net, optimizer = little()
     counter, scaler = Counter(), torch.amp.GradScaler("cpu", init_scale=8.0)
-    counter.held = {"count": 3, "sum": torch.ones(2)}
+    counter.state = {"count": 3, "sum": torch.ones(2)}
     extra = {"counter": counter, "scaler": scaler, "note": ("a", 1), "tensor": torch.arange(3)}
     sw.save(tmp_path / "x", net, optimizer, data={"epoch": 2, "row": 1024}, step=7, metrics={"loss": 0.5}, extra=extra)
     other, scaled = Counter(), torch.amp.GradScaler("cpu", init_scale=2.0)
     loaded = sw.load(tmp_path / "x", net, optimizer, extra={"counter": other, "scaler": scaled})
     assert (loaded.step, loaded.data, loaded.metrics, loaded.world) == (7, {"epoch": 2, "row": 1024}, {"loss": 0.5}, 1)
-    assert other.held["count"] == 3 and torch.equal(other.held["sum"], torch.ones(2))
+    assert other.state["count"] == 3 and torch.equal(other.state["sum"], torch.ones(2))
     assert scaled.get_scale() == 8.0
     assert loaded.extra["note"] == ("a", 1) and torch.equal(loaded.extra["tensor"], torch.arange(3))
     assert loaded.versions["torch"] == torch.__version__
@@ -181,27 +182,27 @@ class Averaged:
 
     def __init__(self, model):
         self.model = model
-        self.held = {key: value.clone() for key, value in model.state_dict().items()}
+        self.state = {key: value.clone() for key, value in model.state_dict().items()}
 
     def state_dict(self):
-        return {"averages": self.held}
+        return {"averages": self.state}
 
-    def load_state_dict(self, held):
-        mine = self.held.keys()
-        self.held = {key: value for key, value in held["averages"].items() if key in mine}
+    def load_state_dict(self, state):
+        mine = self.state.keys()
+        self.state = {key: value for key, value in state["averages"].items() if key in mine}
 
 
 def averages(rank, plan, saved, folder):
-    run = made("gpt", "momentum", plan, folder)
+    run = make_run("gpt", "momentum", plan, folder)
     steps(run, "gpt", 1)
-    held = Averaged(run[0])
+    stored = Averaged(run[0])
     if saved:
-        sw.save(f"{folder}/x", run[0], run[1], extra={"averages": held})
+        sw.save(f"{folder}/x", run[0], run[1], extra={"averages": stored})
     else:
-        held.held = {key: value.clone() for key, value in held.held.items()}
-        sw.load(f"{folder}/x", run[0], run[1], extra={"averages": held})
-    kinds = {type(value) for value in held.held.values()}
-    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in held.held.items()}
+        stored.state = {key: value.clone() for key, value in stored.state.items()}
+        sw.load(f"{folder}/x", run[0], run[1], extra={"averages": stored})
+    kinds = {type(value) for value in stored.state.values()}
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in stored.state.items()}
     return whole, values(run[0]), ShardTensor in kinds
 
 
@@ -256,8 +257,8 @@ def test_several_optimizers(tmp_path):
 
     net, both = start(0)
     net(torch.ones(3, 4, dtype=torch.float64)).backward()
-    for held in both:
-        held.step()
+    for value in both:
+        value.step()
     sw.save(tmp_path / "x", net, both)
     other, fresh = start(1)
     sw.load(tmp_path / "x", other, fresh)
@@ -282,18 +283,20 @@ def test_a_model_that_is_compiled_later(tmp_path):
     states = [little(number) for number in (4, 5)]
 
     def rank(number):
-        model, held = sw.parallelize(*states[number], plan="tp=2", compile={"directory": tmp_path / "generated"})
-        sw.load(tmp_path / "x", model, held, rng=False)
-        return [go(model, held) for _ in range(3)]
+        model, stored = sw.parallelize(*states[number], plan="tp=2", compile={"directory": tmp_path / "generated"})
+        sw.load(tmp_path / "x", model, stored, rng=False)
+        return [go(model, stored) for _ in range(3)]
 
-    for found in run_ranks(2, rank):
-        assert found == pytest.approx(wanted, rel=1e-10)
+    for result in run_ranks(2, rank):
+        assert result == pytest.approx(wanted, rel=1e-10)
 
 
 def test_dcp_reads_it_with_our_reader(tmp_path):
     net, optimizer = little()
     sw.save(tmp_path / "x", net, optimizer)
-    wanted = {f"model/{key}": torch.zeros_like(held) for key, held in net.state_dict().items() if key != "head.weight"}
+    wanted = {
+        f"model/{key}": torch.zeros_like(tensor) for key, tensor in net.state_dict().items() if key != "head.weight"
+    }
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(wanted, storage_reader=IndexReader(open_checkpoint(tmp_path / "x").index), no_dist=True)
     assert torch.equal(wanted["model/up.weight"], net.up.weight)

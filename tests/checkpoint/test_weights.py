@@ -65,9 +65,9 @@ def go_through(rank, name, plan, folder):
     box = MappedFiles.box
 
     def counted(self, *args):
-        found = box(self, *args)
-        read.append(found.numel() * found.element_size())
-        return found
+        actual = box(self, *args)
+        read.append(actual.numel() * actual.element_size())
+        return actual
 
     torch.manual_seed(5 + rank)
     example = {"input_ids": IDS, "labels": IDS}
@@ -84,19 +84,19 @@ def go_through(rank, name, plan, folder):
 def test_from_a_folder_and_to_a_folder(pools, original, plan):
     name, folder, loss, state = original
     size = 4 if "," in plan else 2
-    found = pools[size].run(go_through, name, plan, str(folder), timeout=240)
-    assert [mine for mine, _ in found] == pytest.approx([loss] * size, rel=1e-5)
-    total = sum(held.numel() * 4 for held in {held.data_ptr(): held for held in state.values()}.values())
-    assert max(read for _, read in found) < (0.8 if name == "llama" else 0.95) * total
+    results = pools[size].run(go_through, name, plan, str(folder), timeout=240)
+    assert [mine for mine, _ in results] == pytest.approx([loss] * size, rel=1e-5)
+    total = sum(value.numel() * 4 for value in {value.data_ptr(): value for value in state.values()}.values())
+    assert max(read for _, read in results) < (0.8 if name == "llama" else 0.95) * total
     assert sorted(path.name for path in (folder / plan).glob("*.json")) == [
         "config.json", "generation_config.json", "model.safetensors.index.json",
     ]  # fmt: skip
     ended = AutoModelForCausalLM.from_pretrained(folder / plan)
     assert type(ended) is type(MODELS[name]())
-    for key, held in ended.state_dict().items():
-        assert torch.equal(held, state[key]), key
+    for key, tensor in ended.state_dict().items():
+        assert torch.equal(tensor, state[key]), key
     single = load_file(folder / f"{plan}.safetensors")
-    assert all(torch.equal(held, state[key]) for key, held in single.items())
+    assert all(torch.equal(value, state[key]) for key, value in single.items())
     ended.generate(IDS[:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
@@ -105,9 +105,9 @@ def without_values(make):
     torch.manual_seed(0)
     model = make()
     for module in model.modules():
-        for key, held in list(module._parameters.items()):
-            if held is not None:
-                module._parameters[key] = torch.nn.Parameter(held.to("meta"))
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[key] = torch.nn.Parameter(parameter.to("meta"))
     model.tie_weights()
     return model
 
@@ -166,13 +166,13 @@ def test_tied_weights_once_or_under_all_keys(tmp_path):
     for name in ("once", "all"):
         third = Net().double()
         load_weights(tmp_path / f"{name}.safetensors", third)
-        assert all(torch.equal(held, net.state_dict()[key]) for key, held in third.state_dict().items())
+        assert all(torch.equal(tensor, net.state_dict()[key]) for key, tensor in third.state_dict().items())
 
 
 def test_a_tied_weight_may_have_any_of_its_keys(tmp_path):
     net, _ = little()
-    held = {key: value for key, value in net.state_dict().items() if key != "up.weight"}
-    save_file(held, tmp_path / "x.safetensors")
+    by_key = {key: value for key, value in net.state_dict().items() if key != "up.weight"}
+    save_file(by_key, tmp_path / "x.safetensors")
     other, _ = little(1)
     load_weights(tmp_path / "x.safetensors", other)
     assert torch.equal(other.up.weight, net.up.weight)
@@ -181,8 +181,8 @@ def test_a_tied_weight_may_have_any_of_its_keys(tmp_path):
 def test_another_dtype(tmp_path):
     net, _ = little()
     save_weights(tmp_path / "x.safetensors", net, dtype=torch.bfloat16)
-    held = load_file(tmp_path / "x.safetensors")
-    assert held["up.weight"].dtype == torch.bfloat16 and held["norm.num_batches_tracked"].dtype == torch.int64
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors["up.weight"].dtype == torch.bfloat16 and tensors["norm.num_batches_tracked"].dtype == torch.int64
     other, _ = little(1)
     load_weights(tmp_path / "x.safetensors", other)
     assert torch.equal(other.up.weight, net.up.weight.bfloat16().double())
@@ -193,8 +193,8 @@ def test_a_folder_has_one_file_or_several_and_no_old_ones(tmp_path):
     save_weights(tmp_path / "hf", net, shard_size=300)
     several = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert several[0] == "model-00001-of-00003.safetensors" and several[-1] == "model.safetensors.index.json"
-    held = json.loads((tmp_path / "hf" / several[-1]).read_text())
-    assert set(held["weight_map"]) == set(net.state_dict()) - {"head.weight"}
+    document = json.loads((tmp_path / "hf" / several[-1]).read_text())
+    assert set(document["weight_map"]) == set(net.state_dict()) - {"head.weight"}
     load_weights(tmp_path / "hf", little(1)[0])
     save_weights(tmp_path / "hf", net)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
@@ -203,17 +203,17 @@ def test_a_folder_has_one_file_or_several_and_no_old_ones(tmp_path):
 
 def test_all_that_does_not_fit_is_named(tmp_path):
     net, _ = little()
-    held = {**net.state_dict(), "up.bias": torch.zeros(5), "more": torch.zeros(1)}
-    del held["head.weight"], held["down.bias"]
-    save_file(held, tmp_path / "x.safetensors")
+    stored = {**net.state_dict(), "up.bias": torch.zeros(5), "more": torch.zeros(1)}
+    del stored["head.weight"], stored["down.bias"]
+    save_file(stored, tmp_path / "x.safetensors")
     before = net.up.weight.clone()
     words = r"(?s)missing: down.bias.*unexpected: more"
     with pytest.raises(CheckpointError, match=words) as caught:
         load_weights(tmp_path / "x.safetensors", net)
     assert "up.bias has shape (6,), and was saved with (5,)" in str(caught.value)
     assert torch.equal(net.up.weight, before)
-    del held["up.bias"]
-    save_file(held, tmp_path / "x.safetensors")
+    del stored["up.bias"]
+    save_file(stored, tmp_path / "x.safetensors")
     load_weights(tmp_path / "x.safetensors", net, strict=False)
 
 

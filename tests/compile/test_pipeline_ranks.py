@@ -41,66 +41,66 @@ def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
     ],
 )
 def test_a_seat_has_all_stages_of_its_devices(tmp_path, text, stages):
-    plan, made = made_of(text, tmp_path)
+    plan, built = made_of(text, tmp_path)
 
-    pp_ranks = find_pipeline_ranks(plan.stages, made)
+    pp_ranks = find_pipeline_ranks(plan.stages, built)
 
     assert [pp_rank.stages for pp_rank in pp_ranks] == stages
     assert [pp_rank.mesh for pp_rank in pp_ranks] == sorted(
         {s.mesh for s in plan.stages}, key=lambda mesh: mesh.devices
     )
-    held = [{one.name for one in pp_rank.specs} for pp_rank in pp_ranks]
-    assert set().union(*held) == {parameter.key for parameter in graph_of("gpt", 12).parameters}
-    assert all(len(names) == len(pp_rank.specs) for names, pp_rank in zip(held, pp_ranks, strict=True)), "each once"
+    values = [{spec.name for spec in pp_rank.specs} for pp_rank in pp_ranks]
+    assert set().union(*values) == {parameter.key for parameter in graph_of("gpt", 12).parameters}
+    assert all(len(names) == len(pp_rank.specs) for names, pp_rank in zip(values, pp_ranks, strict=True)), "each once"
 
 
 def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
-    plan, made = made_of("pp=2", tmp_path)
+    plan, built = made_of("pp=2", tmp_path)
 
-    found = [
-        one.keys
-        for pp_rank in find_pipeline_ranks(plan.stages, made)
-        for one in pp_rank.specs
-        if one.name == "wte.weight"
+    results = [
+        spec.keys
+        for pp_rank in find_pipeline_ranks(plan.stages, built)
+        for spec in pp_rank.specs
+        if spec.name == "wte.weight"
     ]
 
-    assert found == [("wte.weight", "head.weight")] * 2
+    assert results == [("wte.weight", "head.weight")] * 2
 
 
 def test_the_first_and_last_stage_of_one_device_hold_it_once(tmp_path):
-    plan, made = made_of("pp=2,zbv", tmp_path)
+    plan, built = made_of("pp=2,zbv", tmp_path)
 
-    found = [
-        [one.name for one in pp_rank.specs].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.stages, made)
+    results = [
+        [spec.name for spec in pp_rank.specs].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.stages, built)
     ]
 
-    assert found == [1, 0]
+    assert results == [1, 0]
 
 
 def test_groups_are_those_that_its_programs_communicate_over(tmp_path):
-    plan, made = made_of("pp=2,dp=2", tmp_path)
+    plan, built = made_of("pp=2,dp=2", tmp_path)
 
-    assert [pp_rank.wanted for pp_rank in find_pipeline_ranks(plan.stages, made)] == [(("dp",),)] * 2
+    assert [pp_rank.wanted for pp_rank in find_pipeline_ranks(plan.stages, built)] == [(("dp",),)] * 2
 
 
 def test_parameters_are_in_the_order_in_which_they_are_read(tmp_path):
-    _, made = made_of("pp=2", tmp_path)
+    _, built = made_of("pp=2", tmp_path)
 
-    keys = keys_in_use(made[0].program)
+    keys = keys_in_use(built[0].program)
 
     assert keys[:2] == ["wte.weight", "wpe.weight"]
     assert keys.index("blocks.0.ln1.weight") < keys.index("blocks.0.attn.qkv.weight") < keys.index("blocks.0.up.weight")
 
 
 def test_a_device_in_two_meshes_is_refused(tmp_path):
-    plan, made = made_of("pp=2", tmp_path)
+    plan, built = made_of("pp=2", tmp_path)
     first, second = plan.stages
     other = replace(second, mesh=Mesh(axes=mesh_axes(2), devices=(0, 1)))
 
     with pytest.raises(
         PlanError, match="device 0 is in the meshes one device and dp=2; all stages of a device have one"
     ):
-        find_pipeline_ranks((first, other), made)
+        find_pipeline_ranks((first, other), built)
 
 
 def mesh_axes(size: int):
@@ -129,14 +129,14 @@ def test_a_call_that_reads_parameters_on_other_devices_says_which_and_where():
     assert "reads eval_head.weight on device 1, and it is on device 0" in message
 
 
-@pytest.mark.parametrize("given", [{"microbatches": 4}, {"microbatch_semantics": "local", "microbatches": 2}])
-def test_a_plan_and_a_wish_that_differ_are_refused(tmp_path, given):
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatch_semantics": "local", "microbatches": 2}])
+def test_a_plan_and_a_wish_that_differ_are_refused(tmp_path, options):
     graph, analysis = graph_of("mlp", 4), analysis_of("mlp", 4)
     plan = build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2)
     case = ZOO["mlp"]()
 
     def run(rank: int) -> None:
-        parallelize(copy.deepcopy(case.module), plan=plan, example=case.args, **grouped(directory=tmp_path, **given))
+        parallelize(copy.deepcopy(case.module), plan=plan, example=case.args, **grouped(directory=tmp_path, **options))
 
     refused = r"the plan (has 2 microbatches, and 4|is for PipelineOptions\(semantics=\"global\")"
     with pytest.raises(PlanError, match=refused):

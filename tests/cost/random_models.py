@@ -32,8 +32,8 @@ class RandomStep(nn.Module):
             self.layer = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=self.coin)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        made: Tensor = getattr(self, self.family)(x, y)
-        return made
+        built: Tensor = getattr(self, self.family)(x, y)
+        return built
 
     def linear(self, x: Tensor, y: Tensor) -> Tensor:
         return self.linears[1](F.gelu(self.linears[0](x)))

@@ -14,18 +14,18 @@ SUBSET = ("mobilebert", "bart", "llava", "clip", "gpt_neox", "mixtral", "qwen2",
 
 @pytest.fixture(scope="module")
 def known():
-    return {held.model_type: held for held in architectures()}
+    return {architecture.model_type: architecture for architecture in architectures()}
 
 
 @pytest.mark.parametrize("model_type", SUBSET)
 def test_an_architecture_is_captured_and_verified_under_dp_and_tp(known, model_type):
-    found = list(rows(known[model_type]))
-    assert [row for row in found if not (row.built and row.captured and row.dp and row.tp)] == []
-    assert [row.labels for row in found] == [False, True]
+    actual = list(rows(known[model_type]))
+    assert [row for row in actual if not (row.built and row.captured and row.dp and row.tp)] == []
+    assert [row.labels for row in actual] == [False, True]
 
 
 def test_there_are_at_least_150_architectures_of_each_kind_that_the_table_names(known):
-    kinds = [held.kind for held in known.values()]
+    kinds = [value.kind for value in known.values()]
     assert len(kinds) > 150
     assert set(kinds) >= {"causal", "masked", "seq2seq", "vision", "audio", "multimodal"}
 

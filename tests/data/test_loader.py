@@ -57,8 +57,8 @@ def mapped(size):
 
 
 def rows_of(batch):
-    held = batch[0] if isinstance(batch, list | tuple) else batch
-    return held.tolist()
+    stored = batch[0] if isinstance(batch, list | tuple) else batch
+    return stored.tolist()
 
 
 def run(make, ranks, state=None, stop=None, epochs=2):
@@ -72,16 +72,16 @@ def run(make, ranks, state=None, stop=None, epochs=2):
         seen.append(mine)
     joined = [(parts[0][0], list(chain.from_iterable(part[1] for part in parts))) for parts in zip(*seen, strict=True)]
     states = [group.state_dict() for group in groups]
-    assert all(held == states[0] for held in states)
+    assert all(state == states[0] for state in states)
     return joined, states[0]
 
 
-def walk(held, epochs, stop):
+def walk(batches, epochs, stop):
     count = 0
     if stop == 0:
         return
-    for epoch in range(held.epoch, epochs):
-        for batch in held:
+    for epoch in range(batches.epoch, epochs):
+        for batch in batches:
             yield batch, epoch
             count += 1
             if count == stop:
@@ -131,17 +131,17 @@ def test_a_stream_that_remembers_is_not_read_again():
     _, state = run(KINDS["remembering"](20, 4), 2, stop=3)
     assert state["stream"] == {"ended": False, "dataset": {"at": 12}}
     dataset = Remembering(20)
-    held = loader(dataset, 4)
-    held.load_state_dict(state)
-    assert rows_of(next(iter(held))) == [12, 13, 14, 15]
+    batches = loader(dataset, 4)
+    batches.load_state_dict(state)
+    assert rows_of(next(iter(batches))) == [12, 13, 14, 15]
     assert dataset.read == 4
 
 
 def test_a_new_epoch_begins_a_stream_anew_also_in_the_middle():
-    held = loader(Remembering(20), 4)
-    assert rows_of(next(iter(held))) == [0, 1, 2, 3]
-    held.set_epoch(1)
-    assert rows_of(next(iter(held))) == [100, 101, 102, 103]
+    batches = loader(Remembering(20), 4)
+    assert rows_of(next(iter(batches))) == [0, 1, 2, 3]
+    batches.set_epoch(1)
+    assert rows_of(next(iter(batches))) == [100, 101, 102, 103]
 
 
 def test_the_last_batch_is_shared_dropped_or_filled_up():
@@ -167,9 +167,9 @@ def test_rows_that_fill_up_must_be_marked():
     with pytest.raises(InputError, match=r"say how to ignore them, ignore="):
         loader(mapped(5), 2, ranks=2, rank=0, last="pad")
     for ignore, words in (({"labels": -100}, "has no 'labels'"), ({7: 0}, "has no 7")):
-        held = loader(mapped(3), 2, ranks=2, rank=1, last="pad", ignore=ignore)
+        batches = loader(mapped(3), 2, ranks=2, rank=1, last="pad", ignore=ignore)
         with pytest.raises(InputError, match=words):
-            list(held)
+            list(batches)
 
 
 def test_batches_of_no_samples_have_the_form_of_others():
@@ -201,11 +201,11 @@ def test_what_is_drawn_by_row_is_the_same_after_a_stop_and_with_any_workers():
     whole = [batch for batch, _ in walk(make(), 2, None)]
     assert torch.equal(torch.get_rng_state(), before)
     assert len({float(x) for batch in whole for x in batch[:, 1:].flatten()}) == 60  # other numbers for every row
-    held = make()
-    first = [batch for batch, _ in walk(held, 2, 2)]
+    model = make()
+    first = [batch for batch, _ in walk(model, 2, 2)]
     groups = [make(2, 0, workers=1), make(2, 1)]
     for group in groups:
-        group.load_state_dict(held.state_dict())
+        group.load_state_dict(model.state_dict())
     rest = [torch.cat(parts) for parts in zip(*([b for b, _ in walk(g, 2, None)] for g in groups), strict=True)]
     assert all(torch.equal(a, b) for a, b in zip(first + rest, whole, strict=True))
     with pytest.raises(InputError, match="a stream has its own randomness"):
@@ -235,21 +235,21 @@ def test_a_dataloader_of_torch_goes_on_in_the_same_random_order():
     whole = [(epoch, rows_of(batch)) for batch, epoch in walk(make(), 2, None)]
     assert sorted(flat(whole[:5])) == [(0, row) for row in range(9)]
     assert [rows for _, rows in whole[:5]] != [rows for _, rows in whole[5:]]
-    held = make()
+    model = make()
     before = torch.get_rng_state()
-    assert [(epoch, rows_of(batch)) for batch, epoch in walk(held, 2, 7)] == whole[:7]
+    assert [(epoch, rows_of(batch)) for batch, epoch in walk(model, 2, 7)] == whole[:7]
     assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from the one that a checkpoint has
     other = make()
-    other.load_state_dict(held.state_dict())
+    other.load_state_dict(model.state_dict())
     assert [(epoch, rows_of(batch)) for batch, epoch in walk(other, 2, None)] == whole[7:]
 
 
 def test_a_list_of_batches_and_a_sampler_with_epochs():
-    held = Loader([1, 2, 3])
-    assert len(held) == 3
-    assert [batch for batch, _ in walk(held, 2, 4)] == [1, 2, 3, 1]
+    stored = Loader([1, 2, 3])
+    assert len(stored) == 3
+    assert [batch for batch, _ in walk(stored, 2, 4)] == [1, 2, 3, 1]
     other = Loader([1, 2, 3])
-    other.load_state_dict(held.state_dict())
+    other.load_state_dict(stored.state_dict())
     assert list(other) == [2, 3]
     assert (other.epoch, other.row) == (2, 0)
 
@@ -264,12 +264,12 @@ def test_a_list_of_batches_and_a_sampler_with_epochs():
 
 
 def test_rewinding_and_lengths():
-    held = loader(mapped(10), 4, ranks=2, rank=0)
-    assert (len(held), len(loader(mapped(10), 4, last="drop"))) == (3, 2)
-    next(iter(held))
-    assert (held.row, held.total) == (4, 4)
-    held.rewind()
-    assert len(list(held)) == 3
+    batches = loader(mapped(10), 4, ranks=2, rank=0)
+    assert (len(batches), len(loader(mapped(10), 4, last="drop"))) == (3, 2)
+    next(iter(batches))
+    assert (batches.row, batches.total) == (4, 4)
+    batches.rewind()
+    assert len(list(batches)) == 3
 
 
 def test_what_can_not_be_is_said():
@@ -286,9 +286,9 @@ def test_what_can_not_be_is_said():
 
 def test_a_checkpoint_has_the_place(tmp_path):
     net = torch.nn.Linear(1, 1)
-    held = loader(mapped(10), 2, shuffle=True, seed=9)
-    seen = [rows_of(batch) for batch, _ in walk(held, 1, 2)]
-    sw.save(tmp_path / "x", net, data=held)
+    batches = loader(mapped(10), 2, shuffle=True, seed=9)
+    seen = [rows_of(batch) for batch, _ in walk(batches, 1, 2)]
+    sw.save(tmp_path / "x", net, data=batches)
     other = loader(mapped(10), 2, shuffle=True)
     other.load_state_dict(sw.load(tmp_path / "x", net).data)
     assert seen + [rows_of(batch) for batch in other] == [

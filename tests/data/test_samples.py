@@ -25,17 +25,17 @@ def joined(lists):
 
 def batches(*, ranks, epoch=0, start=0, **options):
     """The global batches: what the groups have, joined."""
-    held = [ReplicaBatchSampler(rank=rank, ranks=ranks, **options) for rank in range(ranks)]
-    for rows in held:
+    values = [ReplicaBatchSampler(rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    for rows in values:
         rows.set_epoch(epoch)
         rows.start = start
-    return [joined(parts) for parts in zip(*held, strict=True)]
+    return [joined(parts) for parts in zip(*values, strict=True)]
 
 
 @given(shared(), st.booleans(), st.integers(0, 3), st.integers(0, 9))
-def test_every_row_once_an_epoch(held, shuffle, epoch, seed):
-    found = joined(batches(**held, shuffle=shuffle, epoch=epoch, seed=seed))
-    assert sorted(found) == list(range(held["size"]))
+def test_every_row_once_an_epoch(setting, shuffle, epoch, seed):
+    actual = joined(batches(**setting, shuffle=shuffle, epoch=epoch, seed=seed))
+    assert sorted(actual) == list(range(setting["size"]))
 
 
 @given(st.integers(0, 60), numbers, numbers, numbers, st.integers(0, 3))
@@ -46,19 +46,19 @@ def test_the_same_global_batches_for_any_number_of_groups(size, few, many, times
 
 
 @given(shared(), numbers, numbers, st.data())
-def test_from_any_place_with_any_other_number_of_groups_comes_the_rest(held, ranks, times, data):
-    whole = joined(batches(**held, shuffle=True, epoch=2))
-    place = data.draw(st.integers(0, held["size"]))
-    rest = batches(size=held["size"], ranks=ranks, batch=ranks * times, shuffle=True, epoch=2, start=place)
+def test_from_any_place_with_any_other_number_of_groups_comes_the_rest(setting, ranks, times, data):
+    whole = joined(batches(**setting, shuffle=True, epoch=2))
+    place = data.draw(st.integers(0, setting["size"]))
+    rest = batches(size=setting["size"], ranks=ranks, batch=ranks * times, shuffle=True, epoch=2, start=place)
     assert joined(rest) == whole[place:]
 
 
 @given(shared(), st.integers(0, 2))
-def test_dropped_and_padded_last_batches(held, epoch):
-    kept = batches(**held, shuffle=True, epoch=epoch)
-    dropped = batches(**held, shuffle=True, epoch=epoch, last="drop")
-    assert dropped == [batch for batch in kept if len(batch) == held["batch"]]
-    groups = [ReplicaBatchSampler(**held, rank=rank, shuffle=True, last="pad") for rank in range(held["ranks"])]
+def test_dropped_and_padded_last_batches(setting, epoch):
+    kept = batches(**setting, shuffle=True, epoch=epoch)
+    dropped = batches(**setting, shuffle=True, epoch=epoch, last="drop")
+    assert dropped == [batch for batch in kept if len(batch) == setting["batch"]]
+    groups = [ReplicaBatchSampler(**setting, rank=rank, shuffle=True, last="pad") for rank in range(setting["ranks"])]
     for rows in groups:
         rows.set_epoch(epoch)
     for whole, *shares in zip(kept, *groups, strict=True):
@@ -69,8 +69,8 @@ def test_dropped_and_padded_last_batches(held, epoch):
 
 
 @given(shared(), st.sampled_from(["keep", "drop", "pad", "whole"]))
-def test_the_length_is_the_number_of_batches(held, last):
-    rows = ReplicaBatchSampler(**held, last=last)
+def test_the_length_is_the_number_of_batches(setting, last):
+    rows = ReplicaBatchSampler(**setting, last=last)
     assert len(rows) == len(list(rows))
 
 
@@ -85,7 +85,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 @settings(max_examples=50)
 def test_shares_are_those_of_torch_chunk(total, ranks):
     torch = pytest.importorskip("torch")
-    chunks = [held.tolist() for held in torch.arange(total).chunk(ranks)] if total else []
+    chunks = [chunk.tolist() for chunk in torch.arange(total).chunk(ranks)] if total else []
     assert [list(share_of_samples(total, rank, ranks)) for rank in range(ranks)] == chunks + [[]] * (
         ranks - len(chunks)
     )
@@ -117,9 +117,9 @@ def test_a_place_in_another_order_is_refused():
 
 
 @given(shared())
-def test_what_can_not_be_shared_evenly_goes_to_every_replica(held):
-    kept = batches(**held)
-    for rank in range(held["ranks"]):
-        for whole, mine in zip(kept, ReplicaBatchSampler(**held, rank=rank, last="whole"), strict=True):
-            size = len(whole) // held["ranks"]
-            assert mine == (whole if len(whole) % held["ranks"] else whole[rank * size : (rank + 1) * size])
+def test_what_can_not_be_shared_evenly_goes_to_every_replica(setting):
+    kept = batches(**setting)
+    for rank in range(setting["ranks"]):
+        for whole, mine in zip(kept, ReplicaBatchSampler(**setting, rank=rank, last="whole"), strict=True):
+            size = len(whole) // setting["ranks"]
+            assert mine == (whole if len(whole) % setting["ranks"] else whole[rank * size : (rank + 1) * size])

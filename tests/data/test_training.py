@@ -22,12 +22,12 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x, y=None):
-        found = self.down(self.up(x).tanh())
-        return found if y is None else nn.functional.cross_entropy(found, y)
+        actual = self.down(self.up(x).tanh())
+        return actual if y is None else nn.functional.cross_entropy(actual, y)
 
 
 @pytest.fixture(scope="module")
-def given():
+def net_and_data():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(ROWS, 4, dtype=torch.float64), torch.randint(0, 3, (ROWS,)))
     return Net().double(), data
@@ -53,34 +53,34 @@ def trained(model, optimizer, batches, loss_of, epochs=2):
     return losses
 
 
-def single(given, batch, loss_of):
-    net = copy.deepcopy(given[0])
-    batches = loader(given[1], batch, shuffle=True, seed=2)
+def single(net_and_data, batch, loss_of):
+    net = copy.deepcopy(net_and_data[0])
+    batches = loader(net_and_data[1], batch, shuffle=True, seed=2)
     losses = trained(net, torch.optim.SGD(net.parameters(), lr=0.3), batches, loss_of)
     return losses, net.state_dict()
 
 
-def parallel(given, batch, loss_of, plan, inputs, directory, **options):
+def parallel(net_and_data, batch, loss_of, plan, inputs, directory, **options):
     def run(rank):
-        net = copy.deepcopy(given[0])
+        net = copy.deepcopy(net_and_data[0])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
         rows = batch // 2 if inputs == "per_replica" else batch
-        example = [held[:rows] for held in given[1].tensors][: 1 if loss_of is outside else 2]
+        example = [tensor[:rows] for tensor in net_and_data[1].tensors][: 1 if loss_of is outside else 2]
         model, optimizer = sw.parallelize(
             net, optimizer, plan=plan, inputs=inputs, compile={"directory": directory}, example=tuple(example)
         )
-        batches = loader(given[1], batch, model=model, shuffle=True, seed=2, **options)
+        batches = loader(net_and_data[1], batch, model=model, shuffle=True, seed=2, **options)
         return trained(model, optimizer, batches, loss_of), model.full_state_dict()
 
     return run_ranks(2 if plan == "auto" else world_of(plan), run)
 
 
-def assert_same(found, wanted):
-    assert len(found[0]) == len(wanted[0])
-    for mine, other in zip(found[0], wanted[0], strict=True):
+def assert_same(actual, wanted):
+    assert len(actual[0]) == len(wanted[0])
+    for mine, other in zip(actual[0], wanted[0], strict=True):
         assert abs(mine - other) < 1e-10
     for key, other in wanted[1].items():
-        assert float((found[1][key] - other).abs().max()) < 1e-10, key
+        assert float((actual[1][key] - other).abs().max()) < 1e-10, key
 
 
 @pytest.mark.parametrize(
@@ -94,29 +94,29 @@ def assert_same(found, wanted):
         ("auto", "per_replica", 4),
     ],
 )
-def test_the_last_batch_is_exact(tmp_path, given, plan, inputs, batch):
-    for found in parallel(given, batch, inside, plan, inputs, tmp_path):
-        assert_same(found, single(given, batch, inside))
+def test_the_last_batch_is_exact(tmp_path, net_and_data, plan, inputs, batch):
+    for result in parallel(net_and_data, batch, inside, plan, inputs, tmp_path):
+        assert_same(result, single(net_and_data, batch, inside))
 
 
-def test_a_loss_outside_of_the_model_too(tmp_path, given):
-    wanted = single(given, 8, outside)
-    first, second = parallel(given, 8, outside, "dp=2", "per_replica", tmp_path)
-    for found in (first, second):
-        assert_same(([], found[1]), ([], wanted[1]))
+def test_a_loss_outside_of_the_model_too(tmp_path, net_and_data):
+    wanted = single(net_and_data, 8, outside)
+    first, second = parallel(net_and_data, 8, outside, "dp=2", "per_replica", tmp_path)
+    for result in (first, second):
+        assert_same(([], result[1]), ([], wanted[1]))
     assert first[0][-1] == second[0][-1] == pytest.approx(wanted[0][-1], abs=1e-10)  # both have all of the last batch
 
 
-def test_rows_that_fill_up_are_exact_where_labels_can_be_ignored(tmp_path, given):
-    for found in parallel(given, 8, inside, "dp=2", "per_replica", tmp_path, last="pad", ignore={1: -100}):
-        assert_same(found, single(given, 8, inside))
+def test_rows_that_fill_up_are_exact_where_labels_can_be_ignored(tmp_path, net_and_data):
+    for result in parallel(net_and_data, 8, inside, "dp=2", "per_replica", tmp_path, last="pad", ignore={1: -100}):
+        assert_same(result, single(net_and_data, 8, inside))
 
 
-def test_a_model_with_wrong_replicas_raises(tmp_path, given):
+def test_a_model_with_wrong_replicas_raises(tmp_path, net_and_data):
     def run(rank):
-        x, y = given[1].tensors
+        x, y = net_and_data[1].tensors
         model = sw.parallelize(
-            copy.deepcopy(given[0]),
+            copy.deepcopy(net_and_data[0]),
             plan="dp=2",
             inputs="per_replica",
             compile={"directory": tmp_path},

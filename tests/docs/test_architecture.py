@@ -19,14 +19,14 @@ BLOCK = re.compile(
 
 
 def test_the_texts_of_the_page_are_made_by_the_compiler():
-    made, page = {name: text.strip() + "\n" for name, text in texts().items()}, PAGE.read_text()
+    by_key, page = {name: text.strip() + "\n" for name, text in texts().items()}, PAGE.read_text()
     if os.environ.get("SHARDWRIGHT_UPDATE"):
-        PAGE.write_text(BLOCK.sub(lambda block: block[1] + made[block[2]], page))
+        PAGE.write_text(BLOCK.sub(lambda block: block[1] + by_key[block[2]], page))
         page = PAGE.read_text()
 
     shown = {name: text for _, name, text in BLOCK.findall(page)}
 
-    assert shown == made
+    assert shown == by_key
 
 
 def test_the_table_of_packages_has_all_of_them_in_the_order_of_their_imports():

@@ -26,14 +26,14 @@ PLANS = ["tp=2", "dp=2", "zero3=2,tp=2"]
 
 
 def methods(text: str) -> dict[str, ast.FunctionDef]:
-    (made,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
-    return {node.name: node for node in made.body if isinstance(node, ast.FunctionDef)}
+    (built,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: node for node in built.body if isinstance(node, ast.FunctionDef)}
 
 
 def bound(node: ast.AST) -> set[str]:
     """The names that a shard of code gives a meaning to."""
-    names = {held.id for held in ast.walk(node) if isinstance(held, ast.Name) and isinstance(held.ctx, ast.Store)}
-    return names | {held.arg for held in ast.walk(node) if isinstance(held, ast.arg)}
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return names | {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
 
 
 def sizes(text: str) -> set[str]:
@@ -47,13 +47,13 @@ def test_the_text_compiles_and_no_name_shadows_a_builtin_a_module_or_a_size(name
     text = text_of(plan, name)
 
     compile(text, "generated.py", "exec")
-    taken = (
+    chosen = (
         sizes(text)
         | set(dir(builtins))
         | {"torch", "F", "comm", "runtime", "shard", "local_size", "ParameterEntry", "Program", "R"}
     )
     for method in methods(text).values():
-        assert not (bound(method) - {"self"}) & taken
+        assert not (bound(method) - {"self"}) & chosen
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -68,7 +68,7 @@ def test_every_name_that_is_read_has_been_bound(name, plan):
     )
     known |= {"MESH", "GROUPS", "PARAMETERS", "UNITS"}
     for method in methods(text).values():
-        read = {held.id for held in ast.walk(method) if isinstance(held, ast.Name) and isinstance(held.ctx, ast.Load)}
+        read = {part.id for part in ast.walk(method) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
         assert read <= bound(method) | known
 
 

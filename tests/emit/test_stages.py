@@ -31,7 +31,7 @@ def test_the_head_says_what_a_stage_receives_and_sends():
         assert "mesh       one device" in head, "time is no axis of devices"
 
 
-def asked(plan):
+def request_for(plan):
     return PlanRequest.read(plan, options=SearchOptions(microbatches=2))
 
 
@@ -47,9 +47,9 @@ def test_evaluation_puts_nothing_off():
     module = Named()
     module.eval()
 
-    made = compile_program(module, (torch.randn(4, 6), labels()), {}, asked("pp=2,zb"), 2)
+    compiled = compile_program(module, (torch.randn(4, 6), labels()), {}, request_for("pp=2,zb"), 2)
 
-    assert "self.weights.linear" not in "".join(made.texts)
+    assert "self.weights.linear" not in "".join(compiled.texts)
 
 
 def test_convolutions_are_put_off_but_transposed_ones_are_not():
@@ -64,15 +64,15 @@ class TwoLosses(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
-    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    def forward(self, x: Tensor, first: Tensor, other: Tensor) -> Tensor:
         x = self.b(self.a(x).tanh())
-        return F.cross_entropy(x, one) + F.cross_entropy(x, other)
+        return F.cross_entropy(x, first) + F.cross_entropy(x, other)
 
 
 def test_labels_are_counted_before_the_first_microbatch_each_under_a_name_of_its_own():
     args = torch.randn(4, 6), labels(), labels()
-    made = compile_program(TwoLosses(), args, {}, asked("pp=2"), 2)
-    program = made.programs[-1]
+    compiled = compile_program(TwoLosses(), args, {}, request_for("pp=2"), 2)
+    program = compiled.programs[-1]
 
     assert list(counts(program)) == ['runtime.PrologueCount(name="count")', 'runtime.PrologueCount(name="count_1")']
     assert list(known_names(program).values()) == ["self.known.count", "self.known.count_1"]
@@ -138,7 +138,7 @@ def test_a_count_is_said_with_the_axes_it_is_summed_over_and_how_it_is_reduced()
         PrologueValue(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
     ]
     program = compile_program(
-        TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, asked("pp=2"), 2
+        TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, request_for("pp=2"), 2
     ).programs[-1].with_(early=tuple(early))  # fmt: skip
 
     assert list(counts(program)) == [

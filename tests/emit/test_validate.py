@@ -238,19 +238,19 @@ def test_a_loss_keeps_its_reduction(reduction: str) -> None:
     assert re.search(rf'F\.cross_entropy\(.*reduction="{reduction}"', text)
 
 
-class Looked(nn.Module):
+class Inspected(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 4, 1))
         self.register_buffer("order", torch.tensor([2, 0, 1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = F.conv1d(x.unsqueeze(-1), self.weight)
-        return made[:, self.order].sum() + F.conv2d(x[:, :, None, None], self.weight[..., None]).sum()
+        built = F.conv1d(x.unsqueeze(-1), self.weight)
+        return built[:, self.order].sum() + F.conv2d(x[:, :, None, None], self.weight[..., None]).sum()
 
 
 def test_an_index_and_convolutions_by_their_number_of_dims() -> None:
-    program = program_of(Looked(), (torch.randn(6, 4),), "dp=2")
+    program = program_of(Inspected(), (torch.randn(6, 4),), "dp=2")
     text = emit(program).text
     validate(program, text)
     for call in ("F.conv1d(", "F.conv2d(", "[:, self.order]"):
@@ -336,7 +336,7 @@ def test_ops_that_return_lists_are_known() -> None:
     lists = {
         schema.name.removeprefix("aten::")
         for schema in torch._C._jit_get_all_schemas()
-        if schema.name.startswith("aten::") and [str(held.type) for held in schema.returns] == ["List[Tensor]"]
+        if schema.name.startswith("aten::") and [str(value.type) for value in schema.returns] == ["List[Tensor]"]
         and schema.overload_name not in ("Sequence", "list", "tensors")
     }  # fmt: skip
     named = {name for name in lists if not name.startswith(("_", "unflatten", "keys", "sorted", "where"))}
@@ -431,7 +431,7 @@ class Shuffled(nn.Module):
         for unit in self.more:
             x, aside = unit(x)
             kept.append(aside)
-        return sum(held.square().mean() for held in kept) + x.square().mean()
+        return sum(value.square().mean() for value in kept) + x.square().mean()
 
 
 class Unit(nn.Module):

@@ -58,11 +58,11 @@ def tuned(pool, folder, plan, *options):
         str(folder / "code"),
         *options,
     ]
-    found = (
+    actual = (
         pool.run(run_example, "finetune_llama", argv, timeout=120) if pool else [run_example(0, "finetune_llama", argv)]
     )
-    losses, message = found[0]
-    assert all(others == losses for others, _ in found)
+    losses, message = actual[0]
+    assert all(others == losses for others, _ in actual)
     assert losses[-1] < losses[0] - 0.05
     assert message.startswith("PARADISE LOST") and len(message) == 64
     before, after = (load_file(folder / name / "model.safetensors") for name in ("start", "tuned"))
@@ -72,19 +72,19 @@ def tuned(pool, folder, plan, *options):
 
 def test_finetune_llama(pools, tmp_path):
     _, before, after = tuned(pools[2], tmp_path, "zero3=2")
-    assert not any(torch.equal(held, after[key]) for key, held in before.items())
+    assert not any(torch.equal(value, after[key]) for key, value in before.items())
 
 
 def test_finetune_llama_with_adapters(pools, tmp_path):
     """Under a plan they are trained and merged as on one device, and nothing else moves."""
     expected, before, alone = tuned(None, tmp_path / "alone", "single", "--lora", "4")
-    moved = {key for key, held in alone.items() if not torch.equal(held, before[key])}
+    moved = {key for key, item in alone.items() if not torch.equal(item, before[key])}
     assert {key.split(".")[-2] for key in moved} == {"q_proj", "v_proj"}
     for plan in ("tp=2", "pp=2"):
         losses, _, after = tuned(pools[2], tmp_path / plan, plan, "--lora", "4")
         assert losses == pytest.approx(expected, rel=1e-5)
-        for key, held in alone.items():
-            assert torch.allclose(after[key], held, rtol=0, atol=1e-5 if key in moved else 0), key
+        for key, value in alone.items():
+            assert torch.allclose(after[key], value, rtol=0, atol=1e-5 if key in moved else 0), key
 
 
 def test_lightning_gpt_and_its_checkpoint_under_another_plan(pools, tmp_path):
@@ -107,12 +107,12 @@ def test_a_script_starts_its_processes(tmp_path, command, message):
     program, *rest = command
     words = [str(EXAMPLES / word) if word.endswith(".py") else word for word in rest]
     small = ["--seq", "32", "--batch", "4"]
-    found = subprocess.run(
+    results = subprocess.run(
         [Path(sys.executable).parent / program, *words, *small],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert message in found.stdout
+    assert results.returncode == 0, results.stdout + results.stderr
+    assert message in results.stdout
 
 
 NANOGPT = [

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "shardwright"
@@ -34,11 +35,17 @@ def files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.py"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file in the order of `ast.walk`, read once for the many tests that look at every file."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(root: Path) -> Iterator[Import]:
     """Every import below root, wherever it stands: at the top, in a function, under TYPE_CHECKING."""
     for path in files(root):
         file = path.relative_to(root)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             for target in targets(node, file):
                 yield Import(file=file, line=node.lineno, target=target)
 

@@ -77,20 +77,20 @@ def is_torch(target: str) -> bool:
     return target.split(".")[0] == "torch"
 
 
-def may_use_torch(found: Import) -> bool:
-    return found.package not in NO_TORCH
+def may_use_torch(imported: Import) -> bool:
+    return imported.package not in NO_TORCH
 
 
 def wrong(root: Path) -> list[str]:
     faults = []
-    for found in imports(root):
-        if found.package in ("__init__", "__main__"):  # the facade names what the packages have
+    for imported in imports(root):
+        if imported.package in ("__init__", "__main__"):  # the facade names what the packages have
             continue
-        inside = found.of in (None, found.package)
-        if not inside and found.of not in MAY_IMPORT.get(found.package, "").split():
-            faults.append(str(found))
-        if is_torch(found.target) and not may_use_torch(found):
-            faults.append(str(found))
+        inside = imported.of in (None, imported.package)
+        if not inside and imported.of not in MAY_IMPORT.get(imported.package, "").split():
+            faults.append(str(imported))
+        if is_torch(imported.target) and not may_use_torch(imported):
+            faults.append(str(imported))
     return faults
 
 
@@ -113,9 +113,9 @@ GUESTS = {
 
 def test_optional_dependencies_are_imported_by_their_packages_alone():
     """And no package may import those, so that import shardwright needs none of them."""
-    for found in imports(SRC):
-        packages = GUESTS.get(found.target.split(".")[0])
-        assert packages is None or found.package in packages, str(found)
+    for imported in imports(SRC):
+        packages = GUESTS.get(imported.target.split(".")[0])
+        assert packages is None or imported.package in packages, str(imported)
     assert not any({"lightning", "huggingface"} & set(allowed.split()) for allowed in MAY_IMPORT.values())
 
 

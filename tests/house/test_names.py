@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .source import SRC, files
+from .source import SRC, files, nodes
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,7 +19,7 @@ def classes(root: Path) -> dict[str, list[str]]:
     """The files that define each class name, once for each definition."""
     places = defaultdict(list)
     for path in files(root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(root)))
     return places
@@ -28,7 +28,7 @@ def classes(root: Path) -> dict[str, list[str]]:
 def empty_names(path: Path) -> list[str]:
     """Bindings of a file that are called by an empty name, with their lines."""
     bindings = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         name = None
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.id if isinstance(node, ast.Name) else node.attr
@@ -41,8 +41,9 @@ def empty_names(path: Path) -> list[str]:
     return bindings
 
 
-def test_no_name_is_empty():
-    assert sorted(name for path in files(SRC) for name in empty_names(path)) == []
+@pytest.mark.parametrize("folder", ["src", "tests", "bench", "examples"])
+def test_no_name_is_empty(folder):
+    assert sorted(name for path in files(ROOT / folder) for name in empty_names(path)) == []
 
 
 def test_a_class_name_is_defined_once():
@@ -86,53 +87,3 @@ def test_a_package_says_what_happens_in_it_and_in_which_order_to_read_it(package
     assert [name for name in named if not (package.parent / name).exists()] == []
     others = [path for path in package.parent.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     assert package.parent == SRC or len(named) >= min(2, len(others))
-
-
-PRIVATE = {
-    "seat": "pipeline rank",
-    "seats": "pipeline ranks",
-    "dear": "expensive",
-    "fanned": "replicate",
-    "wishes": "PlanRequest",
-    "Draft": "PlanBuilder",
-    "Looked": "MeshResult",
-    "Habits": "BackendTraits",
-    "PIECES": "PARAMETERS",
-    "roll_call": "all_gather_objects",
-    "comes and goes": "transient memory",
-    "come and go": "transient memory",
-    "dearest": "most expensive",
-    "fan_in": "all_reduce",
-    "fan_out": "replicate",
-    "WHOLE": "INVARIANT",
-    "FANNED": "REPLICATE",
-    "roll call": "all_gather_objects",
-    "walk through a step": "memory simulation",
-    "walks through a step": "memory simulation",
-    "heads of keys": "KV heads",
-    "own policy": "custom policy",
-    "sum of its own": "separate reduction",
-    "is told by": "is inferred from",
-    "is said by": "is set by",
-    "held whole": "replicated",
-    "whole on every": "replicated on every",
-}
-"""Words that only this project used, and the field's words for them."""
-
-
-def private_words(text: str) -> list[str]:
-    return [word for word in PRIVATE if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)]
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_docs_use_the_words_of_the_field(page):
-    assert private_words(page.read_text(encoding="utf-8")) == []
-
-
-def test_source_uses_the_words_of_the_field():
-    words = {str(path.relative_to(SRC)): private_words(path.read_text(encoding="utf-8")) for path in files(SRC)}
-    assert {name: found for name, found in words.items() if found} == {}
-
-
-def test_a_private_word_is_found():
-    assert private_words("What comes and goes in a step, WHOLE or not") == ["comes and goes", "WHOLE"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .source import SRC, files
+from .source import SRC, files, nodes
 
 TRACING = "looks at what torch traces, before it is an op of a graph"
 REWRITING = "writes a traced call as other ops"
@@ -74,17 +74,17 @@ def op_names(root: Path) -> dict[str, int]:
     known = {name.split(".")[0] for library, _, name in every if library == "aten"}
     counts: dict[str, int] = {}
     for path in files(root):
-        name, tree = str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
+        name = str(path.relative_to(root))
         docs = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in nodes(path)
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
             and node.body
             and isinstance(node.body[0], ast.Expr)
         }
         strings = [
             node.value
-            for node in ast.walk(tree)
+            for node in nodes(path)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
         ]
         count = sum(_is_op(word, known) for text in strings for word in text.split())

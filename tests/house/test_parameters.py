@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from .source import SRC, files
+from .source import SRC, files, nodes
 
 MOST = 8
 
@@ -36,7 +36,7 @@ def many(root: Path) -> dict[str, int]:
     """The functions below root with more than MOST parameters, and how many they have."""
     counts = {}
     for path in files(root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = node.args
                 names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .source import SRC, files
+from .source import SRC, files, nodes
 
 # Names that torch and Python define too: `module._parameters` is not ours.
 FOREIGN = {name for kind in (nn.Module, nn.Module(), torch.Tensor, torch.optim.Optimizer) for name in dir(kind)}
@@ -68,7 +68,7 @@ def private_imports(root: Path) -> list[str]:
     """Imports of a private name from another package of ours."""
     uses = []
     for path in files(root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             inside = isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("shardwright"))
             if inside and (node.level != 1 or node.module is None or "." in node.module):
                 names = [alias.name for alias in node.names if is_private(alias.name)]

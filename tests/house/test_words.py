@@ -29,7 +29,18 @@ INSTEAD = {
     r"heads of keys": "KV heads",
     r"is said by": "is set by",
     r"told": "a word that says who is informed, and how",
+    r"(?-i:Draft)": "PlanBuilder",
+    r"(?-i:Looked)": "MeshResult",
+    r"(?-i:Habits)": "BackendTraits",
+    r"(?-i:(?<!_)WHOLE(?!_))": "INVARIANT",
+    r"roll call": "all_gather_objects",
+    r"walks? through a step": "memory simulation",
+    r"own policy": "custom policy",
+    r"sum of its own": "separate reduction",
+    r"held whole": "replicated",
+    r"whole on every": "replicated on every",
 }
+ANY = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(INSTEAD)})(?![A-Za-z])", re.IGNORECASE)
 # Not the word that is meant: an op of aten, what can be told apart, and `on` as a preposition.
 IN_PASSING = re.compile(
     r"segment_reduce|told (?:apart|from)|if told to|"
@@ -43,11 +54,11 @@ TEXTS += [path for folder in FOLDERS for ending in ("py", "md") for path in (ROO
 def private_words(text: str) -> list[tuple[int, str, str]]:
     """Lines with a private word, the word, and what to write instead."""
     text = IN_PASSING.sub(lambda match: re.sub(r"[a-z]", "_", match.group()), text)
-    found_words = []
-    for pattern, instead in INSTEAD.items():
-        for match in re.finditer(rf"(?<![A-Za-z])(?:{pattern})(?![A-Za-z])", text, re.IGNORECASE):
-            found_words.append((text.count("\n", 0, match.start()) + 1, match.group(), instead))
-    return found_words
+    words = []
+    for match in ANY.finditer(text):
+        instead = next(word for pattern, word in INSTEAD.items() if re.fullmatch(pattern, match.group(), re.IGNORECASE))
+        words.append((text.count("\n", 0, match.start()) + 1, match.group(), instead))
+    return words
 
 
 def test_private_words_do_not_come_back():

@@ -27,7 +27,7 @@ def little() -> Graph:
         arguments=(("input", Slot(0)), ("weight", Slot(1))), source=SourceLine(file="/home/me/train.py", line=7),
     )  # fmt: skip
     return Graph(
-        name="Net", entry="train", values={held.name: held for held in values}, inputs=(Input(value="x", path="x"),),
+        name="Net", entry="train", values={value.name: value for value in values}, inputs=(Input(value="x", path="x"),),
         parameters=(Parameter(value="w", keys=("up.weight", "tied.weight")),),
         buffers=(Buffer(value="n", key="count"),), ops=(op,), outputs=(Output(path="", value="y"),), batch=4,
     )  # fmt: skip

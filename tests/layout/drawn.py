@@ -65,7 +65,7 @@ def layouts(draw: Any, mesh: Mesh, factors: Factors, placements: bool = True) ->
     return make_layout(cuts, rest)
 
 
-def taken(cut: Shard, parts: int, index: int) -> list[int]:
+def kept_indices(cut: Shard, parts: int, index: int) -> list[int]:
     """The indices that a device keeps, found by laying the dim out as the docstring of layout.py draws it."""
     kept, at = [], 0
     for _ in range(cut.repeat):
@@ -82,7 +82,7 @@ def shard(array: np.ndarray, layout: Layout, sizes: dict[str, int], at: dict[str
     for dim, cuts in enumerate(layout.shards):
         for cut in cuts:
             assert cut.elements == array.shape[dim] or not array.shape[dim], (cut, array.shape)
-            array = np.take(array, taken(cut, sizes[cut.axis], at[cut.axis]), axis=dim)
+            array = np.take(array, kept_indices(cut, sizes[cut.axis], at[cut.axis]), axis=dim)
     return array
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from shardwright.layout import Layout, Mesh, Partial, Shard
 from shardwright.reshard import Reshard
-from tests.layout.drawn import shard, taken
+from tests.layout.drawn import kept_indices, shard
 
-Held = dict[int, np.ndarray]
+Shards = dict[int, np.ndarray]
 """For each device what it holds."""
 
 
-def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Generator) -> Held:
+def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Generator) -> Shards:
     """An array in a layout: shards where it is cut, random terms that sum to it where it is partial."""
     axes = [name for name, placement in layout.rest if isinstance(placement, Partial)]
     terms: dict[tuple[int, ...], np.ndarray] = {}
@@ -25,46 +25,46 @@ def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Gene
     for place in sorted(places)[1:]:
         terms[place] = random.integers(-9, 9, array.shape)
     terms[min(places)] = array - sum(terms.values(), np.zeros_like(array))
-    held = {}
+    by_name = {}
     for device in mesh.devices:
         at = mesh.coordinates(device)
-        held[device] = shard(terms[tuple(at[name] for name in axes)], layout, mesh.sizes, at)
-    return held
+        by_name[device] = shard(terms[tuple(at[name] for name in axes)], layout, mesh.sizes, at)
+    return by_name
 
 
-def assert_lies(held: Held, array: np.ndarray, layout: Layout, mesh: Mesh) -> None:
+def assert_lies(shards: Shards, array: np.ndarray, layout: Layout, mesh: Mesh) -> None:
     """What the devices hold is the array in the layout."""
     partial = [name for name, placement in layout.rest if isinstance(placement, Partial)]
     same = [name for name in mesh.names if layout.shard_of(name) is None and name not in partial]
     for group in mesh.groups(same):
         for device in group[1:]:
-            assert np.array_equal(held[group[0]], held[device]), f"not the same over {same} in {layout}"
+            assert np.array_equal(shards[group[0]], shards[device]), f"not the same over {same} in {layout}"
     for group in mesh.groups(partial):
         at = mesh.coordinates(group[0])
-        total = sum(held[device] for device in group)
+        total = sum(shards[device] for device in group)
         assert np.array_equal(total, shard(array, layout, mesh.sizes, at)), f"another value in {layout}"
 
 
-def forward(steps: Sequence[Reshard], held: Held, mesh: Mesh) -> Held:
+def forward(steps: Sequence[Reshard], shards: Shards, mesh: Mesh) -> Shards:
     for step in steps:
-        held = _each(held, mesh, step, FORWARD[step.kind])
-    return held
+        shards = _each(shards, mesh, step, FORWARD[step.kind])
+    return shards
 
 
-def backward(steps: Sequence[Reshard], held: Held, mesh: Mesh) -> Held:
+def backward(steps: Sequence[Reshard], shards: Shards, mesh: Mesh) -> Shards:
     for step in reversed(steps):
-        held = _each(held, mesh, step, BACKWARD[step.kind])
-    return held
+        shards = _each(shards, mesh, step, BACKWARD[step.kind])
+    return shards
 
 
 Move = Callable[[list[np.ndarray], Reshard], list[np.ndarray]]
 
 
-def _each(held: Held, mesh: Mesh, step: Reshard, move: Move) -> Held:
-    after: Held = {}
+def _each(shards: Shards, mesh: Mesh, step: Reshard, move: Move) -> Shards:
+    after: Shards = {}
     for ranks in mesh.groups(step.axes):
         group = sorted(ranks, key=lambda device: [mesh.coordinates(device)[axis] for axis in step.axes])
-        after.update(zip(group, move([held[device] for device in group], step), strict=True))
+        after.update(zip(group, move([shards[device] for device in group], step), strict=True))
     return after
 
 
@@ -88,7 +88,7 @@ def _join(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> np.nd
     whole = np.zeros(shape, dtype=arrays[0].dtype)
     view = np.moveaxis(whole, dim, 0)
     for index, array in enumerate(arrays):
-        view[taken(cut, len(arrays), index)] = np.moveaxis(array, dim, 0)
+        view[kept_indices(cut, len(arrays), index)] = np.moveaxis(array, dim, 0)
     return whole
 
 
@@ -98,7 +98,7 @@ def _gather(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
 
 def _cut(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> list[np.ndarray]:
     assert cut is not None
-    return [np.take(array, taken(cut, len(arrays), index), axis=dim) for index, array in enumerate(arrays)]
+    return [np.take(array, kept_indices(cut, len(arrays), index), axis=dim) for index, array in enumerate(arrays)]
 
 
 def _take(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:

@@ -32,7 +32,7 @@ from shardwright.layout import (
     make_shard,
     replicated,
 )
-from tests.layout.drawn import factored, few, layouts, mesh_of, meshes, numbered, shape_of, taken
+from tests.layout.drawn import factored, few, kept_indices, layouts, mesh_of, meshes, numbered, shape_of
 from tests.layout.drawn import shard as held
 
 small = st.integers(1, 4)
@@ -69,8 +69,8 @@ def test_spans_and_local_size_are_those_of_the_index_array(row, repeat, parts, d
 
     spans = cut.spans(parts, index)
 
-    assert [at for start, length in spans for at in range(start, start + length)] == taken(cut, parts, index)
-    assert cut.local(parts, index) == len(taken(cut, parts, index))
+    assert [at for start, length in spans for at in range(start, start + length)] == kept_indices(cut, parts, index)
+    assert cut.local(parts, index) == len(kept_indices(cut, parts, index))
     assert all(a + length < b for (a, length), (b, _) in pairwise(spans)), "neighbours are joined"
 
 
@@ -79,7 +79,7 @@ def test_spans_and_local_size_are_those_of_the_index_array(row, repeat, parts, d
 def test_a_shard_gives_every_element_to_exactly_one_device(row, repeat, parts):
     cut = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
-    everything = [at for index in range(parts) for at in taken(cut, parts, index)]
+    everything = [at for index in range(parts) for at in kept_indices(cut, parts, index)]
 
     assert sorted(everything) == list(range(cut.elements))
     assert sum(cut.local(parts, index) for index in range(parts)) == cut.elements
@@ -88,11 +88,11 @@ def test_a_shard_gives_every_element_to_exactly_one_device(row, repeat, parts):
 @few
 @given(st.lists(blocks, min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 5))
 def test_the_canonical_form_shards_the_same_and_is_its_own_canonical_form(row, repeat, parts):
-    made = make_shard(axis(parts), row, repeat)
+    shard = make_shard(axis(parts), row, repeat)
     loose = Shard(axis="tp", blocks=tuple(row), repeat=repeat)
 
-    assert [made.spans(parts, at) for at in range(parts)] == [loose.spans(parts, at) for at in range(parts)]
-    assert make_shard(axis(parts), made.blocks, made.repeat) == made
+    assert [shard.spans(parts, at) for at in range(parts)] == [loose.spans(parts, at) for at in range(parts)]
+    assert make_shard(axis(parts), shard.blocks, shard.repeat) == shard
 
 
 @few
@@ -245,13 +245,13 @@ def test_a_shard_that_counts_other_elements_than_the_dim_has_is_refused_with_bot
 
 
 def test_layouts_that_say_the_same_are_equal_and_hash_alike():
-    one = make_layout([[], []], {"tp": INVARIANT, "dp": REPLICATE})
+    layout = make_layout([[], []], {"tp": INVARIANT, "dp": REPLICATE})
     two = make_layout([[], []], {"dp": REPLICATE})
 
-    assert one == two
-    assert hash(one) == hash(two)
-    assert one.placement("tp") == INVARIANT
-    assert one.axes == {"dp"}
+    assert layout == two
+    assert hash(layout) == hash(two)
+    assert layout.placement("tp") == INVARIANT
+    assert layout.axes == {"dp"}
 
 
 def test_the_gradient_of_a_replicate_value_is_a_sum_and_of_a_partial_one_replicated():
@@ -319,5 +319,5 @@ def test_a_layout_takes_no_hash_along_to_another_process():
     layout = make_layout([[contiguous_shard(axis(2), 4)], []], {"dp": REPLICATE})
     sent = pickle.dumps(layout)
     assert b"_hash" not in sent
-    found = pickle.loads(sent)
-    assert found == layout and hash(found) == hash(layout) and copy.deepcopy(layout) == layout
+    document = pickle.loads(sent)
+    assert document == layout and hash(document) == hash(layout) and copy.deepcopy(layout) == layout

@@ -146,9 +146,10 @@ def compiled(
 def whole(run: Trainer) -> dict[str, Tensor]:
     model = run.strategy.compiled.model
     if hasattr(model, "full_state_dict"):
-        return {key: held.clone() for key, held in model.full_state_dict().items()}
+        return {key: tensor.clone() for key, tensor in model.full_state_dict().items()}
     return {
-        key: getattr(held, "full_tensor", lambda held=held: held)().clone() for key, held in model.state_dict().items()
+        key: getattr(tensor, "full_tensor", lambda value=tensor: value)().clone()
+        for key, tensor in model.state_dict().items()
     }
 
 
@@ -156,8 +157,8 @@ def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest difference, relative to the largest entry."""
     assert mine.keys() == theirs.keys()
     return max(
-        float((mine[key].double() - held.double()).abs().max()) / (1e-300 + float(held.double().abs().max()))
-        for key, held in theirs.items()
+        float((mine[key].double() - their.double()).abs().max()) / (1e-300 + float(their.double().abs().max()))
+        for key, their in theirs.items()
     )
 
 
@@ -199,8 +200,8 @@ class Pair(LightningModule):
         x, _ = batch
         first, second = self.optimizers()
         self.toggle_optimizer(first)
-        made = F.softplus(-self.judge(self.maker(x))).mean()
-        self.manual_backward(made)
+        built = F.softplus(-self.judge(self.maker(x))).mean()
+        self.manual_backward(built)
         self.clip_gradients(first, 0.1, "norm")
         first.step()
         first.zero_grad()
@@ -302,7 +303,7 @@ def sentences(folder: str) -> DataLoader[Any]:
         {"input_ids": i, "attention_mask": m.long(), "labels": i.masked_fill(~m, -100)}
         for i, m in zip(ids, mask, strict=True)
     ]
-    return DataLoader(data, batch_size=4, collate_fn=lambda held: BatchEncoding(default_collate(held)))
+    return DataLoader(data, batch_size=4, collate_fn=lambda value: BatchEncoding(default_collate(value)))
 
 
 class Many(Net):
@@ -325,7 +326,7 @@ class Many(Net):
         return loss
 
     def on_validation_epoch_end(self) -> None:
-        self.log("sum", float(sum(held["rows"].sum() for held in self.message)))
+        self.log("sum", float(sum(part["rows"].sum() for part in self.message)))
         self.message.clear()
 
 

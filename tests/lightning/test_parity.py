@@ -6,9 +6,9 @@ from .jobs import all_sorts, fit
 from .modules import Annealed, Busy, Net, Numbers, Pair, apart, many, single
 
 
-def same(found, expected):
+def same(actual, expected):
     """Parameters and what was logged."""
-    for mine, other in zip(found, expected, strict=True):
+    for mine, other in zip(actual, expected, strict=True):
         assert apart(mine, other) < 1e-10
 
 
@@ -19,8 +19,8 @@ def alone():
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2", "auto"])
 def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
-    for found in pools[2].run(fit, "Net", plan, 2, {}, timeout=120):
-        same(found, alone)
+    for result in pools[2].run(fit, "Net", plan, 2, {}, timeout=120):
+        same(result, alone)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
 def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
     """Lightning's sampler shuffles and deals them out; what is logged is of the global batch all the same."""
     expected = single(Net, shuffled=True)
-    for found in pools[2].run(fit, "Net", plan, 2, {"inputs": inputs, "batch": batch}):
-        same(found, expected)
+    for result in pools[2].run(fit, "Net", plan, 2, {"inputs": inputs, "batch": batch}):
+        same(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -44,22 +44,22 @@ def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
 def test_gradients_are_accumulated_and_clipped(pools, alone, plan, options):
     expected = single(Net, **options)
     assert apart(expected[0], alone[0]) > 1e-3
-    for found in pools[2].run(fit, "Net", plan, 2, options):
-        same(found, expected)
+    for result in pools[2].run(fit, "Net", plan, 2, options):
+        same(result, expected)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
 def test_what_a_step_does_besides_computing_is_done(pools, plan):
     expected = single(Busy)
-    for found in pools[2].run(fit, "Busy", plan, 2, {}):
-        same(found, expected)
+    for result in pools[2].run(fit, "Busy", plan, 2, {}):
+        same(result, expected)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_optimizers_that_are_stepped_by_hand(pools, plan):
     expected = single(Pair)
-    for found in pools[2].run(fit, "Pair", plan, 2, {}):
-        same(found, expected)
+    for result in pools[2].run(fit, "Pair", plan, 2, {}):
+        same(result, expected)
 
 
 def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
@@ -70,19 +70,19 @@ def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
 
 def test_several_loaders_streams_callbacks_and_loggers(pools):
     expected = many("", 1)
-    for found in pools[2].run(all_sorts, "dp=2"):
-        same(found, expected)
+    for result in pools[2].run(all_sorts, "dp=2"):
+        same(result, expected)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_a_step_that_can_not_be_compiled_runs_with_compiled_parts(pools, plan):
     expected = single(Numbers)
-    for found in pools[2].run(fit, "Numbers", plan, 2, {"parts": ["blocks", "head"]}):
-        same(found, expected)
+    for result in pools[2].run(fit, "Numbers", plan, 2, {"parts": ["blocks", "head"]}):
+        same(result, expected)
 
 
 def test_an_attribute_that_changes_with_the_epoch_is_seen(pools, alone):
     expected = single(Annealed)
     assert apart(expected[0], alone[0]) > 1e-4
-    for found in pools[2].run(fit, "Annealed", "dp=2", 2, {}):
-        same(found, expected)
+    for result in pools[2].run(fit, "Annealed", "dp=2", 2, {}):
+        same(result, expected)

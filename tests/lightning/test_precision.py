@@ -36,7 +36,7 @@ def test_ranks_skip_the_same_steps_of_float16(pools, plan):
     assert scale == other < LARGE  # some steps were skipped
     assert apart(first, second) == 0.0
     start = seeded(Net, torch.float32).state_dict()
-    assert all(apart({key: held}, {key: start[key]}) > 0 for key, held in first.items())  # and some were not
+    assert all(apart({key: value}, {key: start[key]}) > 0 for key, value in first.items())  # and some were not
     if plan == "tp=2":  # microbatches have smaller gradients, so that a pipeline need not come down as far
         alone, expected = narrow(0, "", 1, {"precision": None, "max_epochs": 4})
         assert scale == expected

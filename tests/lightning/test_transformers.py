@@ -10,13 +10,13 @@ from .jobs import tune
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    made = tmp_path_factory.mktemp("llama")
+    directory = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(made)
-    return str(made)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.mark.parametrize("plan", ["zero3=2", "tp=2"])

@@ -159,8 +159,8 @@ def test_a_bias_of_whole_rows_is_one_call_again():
 def test_a_parameter_gradient_is_not_converted_per_use_but_summed_once_a_step():
     program = program_of("dp=2")
 
-    held = {holding.value for holding in program.parameters}
-    assert not [op for op in program.body if op.target.startswith("comm.") and op.inputs[0] in held]
+    values = {holding.value for holding in program.parameters}
+    assert not [op for op in program.body if op.target.startswith("comm.") and op.inputs[0] in values]
     assert all(str(holding.layout.placement("dp")) == "replicate" for holding in program.parameters)
 
 

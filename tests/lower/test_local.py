@@ -29,8 +29,8 @@ class Halves(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         both = self.up(x)
         gated = both[..., 8:] * both[..., :8].tanh() + both[..., -8:]
-        one, two = self.up(x).split(8, -1)
-        return self.down(gated + one * two[..., :].exp()).square().sum()
+        first, two = self.up(x).split(8, -1)
+        return self.down(gated + first * two[..., :].exp()).square().sum()
 
 
 def program_of(module: nn.Module, args: tuple[Tensor, ...], plan: str) -> LoweredProgram:
@@ -117,9 +117,9 @@ class Dropped(nn.Module):
 
 
 def test_every_dropout_has_a_key_of_its_own_and_the_cuts_of_its_value() -> None:
-    one, two = first(program_of(Dropped(), (torch.randn(4, 6),), "dp=2"), "runtime.dropout")
-    assert one.argument("op_key") != two.argument("op_key")
-    assert [(dim, cut.axis) for dim, cut in one.argument("splits")] == [(0, "dp")]
+    left, two = first(program_of(Dropped(), (torch.randn(4, 6),), "dp=2"), "runtime.dropout")
+    assert left.argument("op_key") != two.argument("op_key")
+    assert [(dim, cut.axis) for dim, cut in left.argument("splits")] == [(0, "dp")]
 
 
 class Losses(nn.Module):

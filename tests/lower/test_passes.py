@@ -69,7 +69,7 @@ def test_an_op_that_reads_what_nothing_made_is_named_with_its_line():
 def test_all_faults_are_named_at_once():
     program = program_of("tp=2")
     name = program.body[3].outputs[0]
-    layouts = {key: held for key, held in program.layouts.items() if key != name}
+    layouts = {key: layout for key, layout in program.layouts.items() if key != name}
     broken = program.with_(body=(*program.body, program.body[0]), layouts=layouts, outputs=("gone",))
 
     with pytest.raises(LoweringError) as error:
@@ -81,7 +81,9 @@ def test_all_faults_are_named_at_once():
 
 def test_a_cut_that_does_not_fit_its_shape_is_found():
     program = program_of("tp=2")
-    name, layout = next((n, held) for n, held in program.layouts.items() if held.shard_of("tp") and n in _made(program))
+    name, layout = next(
+        (n, layout) for n, layout in program.layouts.items() if layout.shard_of("tp") and n in _output_names(program)
+    )
     value = dataclasses.replace(program.values[name], shape=tuple(size + 1 for size in program.values[name].shape))
 
     with pytest.raises(LoweringError, match=r"a shard of \d+ elements over tp meets a dim of \d+"):
@@ -102,15 +104,15 @@ def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
     placed = shown["place: layouts and reshards"]
     at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.all_reduce")
     body = [
-        dataclasses.replace(held, inputs=tuple(op.inputs[0] if n == op.outputs[0] else n for n in held.inputs))
-        for held in (*placed.body[:at], *placed.body[at + 1 :])
+        dataclasses.replace(value, inputs=tuple(op.inputs[0] if n == op.outputs[0] else n for n in value.inputs))
+        for value in (*placed.body[:at], *placed.body[at + 1 :])
     ]
 
     with pytest.raises(LoweringError, match=r"wants .* as .* and finds it as .*partial sum"):
         check_edges(placed.with_(body=tuple(body)))
 
 
-def _made(program) -> set[str]:
+def _output_names(program) -> set[str]:
     return {name for op in program.body for name in op.outputs}
 
 
@@ -178,7 +180,7 @@ def test_a_mean_of_what_is_whole_stays_a_mean():
 
 def test_fixed_homes_are_kept_for_the_entries_after_the_first():
     graph, analysis = graph_of("gpt"), analysis_of("gpt")
-    storage_options = {held.name: held.layout for held in program_of("tp=2").parameters}
+    storage_options = {parameter.name: parameter.layout for parameter in program_of("tp=2").parameters}
 
     again = lower(
         graph, build_plan(graph, parse_plan_string("tp=2"), analysis), analysis, storage_options=storage_options
@@ -190,8 +192,8 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
         storage_options={"wte.weight": replicated(2)},
     )
 
-    assert {held.name: held.layout for held in again.parameters} == storage_options
-    assert next(held.layout for held in other.parameters if held.name == "wte.weight") == replicated(2)
+    assert {parameter.name: parameter.layout for parameter in again.parameters} == storage_options
+    assert next(parameter.layout for parameter in other.parameters if parameter.name == "wte.weight") == replicated(2)
 
 
 # Recomputation.
@@ -271,10 +273,12 @@ def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_t
     program = lower(graph, plan, analysis)
     (axis,) = program.parameters[0].storage.axes
 
-    again = lower(graph, plan, analysis, storage_options={held.name: held.layout for held in program.parameters})
+    again = lower(
+        graph, plan, analysis, storage_options={parameter.name: parameter.layout for parameter in program.parameters}
+    )
 
     assert again.parameters == program.parameters
-    assert {held.name: (held.storage, held.layout.placement(axis)) for held in program.parameters} == {
+    assert {p.name: (p.storage, p.layout.placement(axis)) for p in program.parameters} == {
         "up.weight": (Zero3((axis,)), INVARIANT), "up.bias": (Zero3((axis,)), INVARIANT),
         "down.weight": (Zero3((axis,)), REPLICATE), "down.bias": (Zero3((axis,)), REPLICATE),
     }  # fmt: skip
@@ -304,7 +308,7 @@ def test_only_a_product_that_nobody_else_reads_is_summed_in_place():
 
 
 def _without_in_place(op):
-    return dataclasses.replace(op, arguments=tuple(held for held in op.arguments if held[0] != "in_place"))
+    return dataclasses.replace(op, arguments=tuple(argument for argument in op.arguments if argument[0] != "in_place"))
 
 
 def test_the_products_of_one_value_are_joined_with_its_reshard():

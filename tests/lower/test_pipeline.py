@@ -88,8 +88,8 @@ def test_meshes_that_differ_have_each_their_layout():
 
 def test_partial_sums_are_summed_before_they_go_on():
     for passage in lowered("pp=2,tp=2").passages:
-        placements = [held for layout in (passage.sent, passage.received) for _, held in layout.rest]
-        assert not any(isinstance(held, Partial) for held in placements)
+        placements = [value for layout in (passage.sent, passage.received) for _, value in layout.rest]
+        assert not any(isinstance(placement, Partial) for placement in placements)
         assert REPLICATE not in placements
 
 
@@ -106,11 +106,11 @@ class PartialAtTheCut(nn.Module):
 
 @pytest.mark.parametrize("text", ["pp=2+1,tp", "pp=2+4,tp"])
 def test_partial_sums_are_summed_before_they_go_to_another_mesh(text):
-    made = lowered_module(PartialAtTheCut(), torch.randn(4, 6), text=text)
-    (passage,) = made.passages
+    built = lowered_module(PartialAtTheCut(), torch.randn(4, 6), text=text)
+    (passage,) = built.passages
 
     assert passage.sent == passage.received == replicated(2)
-    assert made.programs[0].body[-1].target == "comm.all_reduce"
+    assert built.programs[0].body[-1].target == "comm.all_reduce"
 
 
 def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
@@ -120,11 +120,11 @@ def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
 
 
 def test_a_skip_goes_straight_to_where_it_is_read():
-    made = lowered("pp=4", "unet")
+    program = lowered("pp=4", "unet")
 
-    assert any(receiver - sender > 1 for sender, receiver in made.edges)
-    programs = made.programs
-    for passage in made.passages:
+    assert any(receiver - sender > 1 for sender, receiver in program.edges)
+    programs = program.programs
+    for passage in program.passages:
         assert passage.value in programs[passage.receiver].received
         assert passage.value in [output.value for output in programs[passage.sender].graph.outputs]
 
@@ -143,12 +143,12 @@ def test_an_op_that_a_stage_runs_beside_its_own_is_split_as_there_on_the_axes_th
 
 @pytest.mark.parametrize("text", ["pp=2", "pp=4", "pp=2,interleaved", "pp=1+3,dp"])
 def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
-    made = lowered(text)
-    held = [{one.name for one in program.parameters} for program in made.programs]
+    lowered_program = lowered(text)
+    values = [{parameter.name for parameter in program.parameters} for program in lowered_program.programs]
 
-    assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
-    assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
-    assert sum(map(len, held)) == len(set().union(*held)) + 1, "all others by one stage"
+    assert set().union(*values) == {parameter.key for parameter in lowered_program.graph.parameters}
+    assert [number for number, keys in enumerate(values) if "wte.weight" in keys] == [0, len(values) - 1]
+    assert sum(map(len, values)) == len(set().union(*values)) + 1, "all others by one stage"
 
 
 def test_programs_of_stages_run_by_a_schedule_and_leave_nothing_to_be_awaited():
@@ -159,26 +159,29 @@ def test_programs_of_stages_run_by_a_schedule_and_leave_nothing_to_be_awaited():
 
 
 def test_stages_of_one_device_hold_a_tied_weight_alike():
-    made = lowered("pp=2,tp=2,zbv")
+    program = lowered("pp=2,tp=2,zbv")
     first, last = (
-        next(one for one in p.parameters if one.name == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
+        next(parameter for parameter in p.parameters if parameter.name == "wte.weight")
+        for p in program.programs[:: len(program.programs) - 1]
     )
 
     assert first.layout == last.layout
 
 
 def test_homes_of_an_entry_before_are_kept():
-    made = lowered("pp=2,tp=2")
-    storage_options = [{one.name: one.layout for one in program.parameters} for program in made.programs]
+    lowered_program = lowered("pp=2,tp=2")
+    storage_options = [
+        {parameter.name: parameter.layout for parameter in program.parameters} for program in lowered_program.programs
+    ]
     fixed = [
-        {key: replicated(len(layout.shards)) if key.endswith("up.weight") else layout for key, layout in held.items()}
-        for held in storage_options
+        {key: replicated(len(layout.shards)) if key.endswith("up.weight") else layout for key, layout in option.items()}
+        for option in storage_options
     ]
 
     again = lowered("pp=2,tp=2", storage_options=fixed)
 
-    found = [{one.name: one.layout for one in program.parameters} for program in again.programs]
-    assert found == fixed != storage_options
+    results = [{parameter.name: parameter.layout for parameter in program.parameters} for program in again.programs]
+    assert results == fixed != storage_options
 
 
 # How outputs leave.
@@ -200,11 +203,11 @@ class Outputs(nn.Module):
 def test_losses_are_summed_rows_joined_and_what_time_does_not_cut_is_the_same():
     exits = lowered_module(Outputs(), torch.randn(4, 6)).exits
 
-    assert [(held.path, held.how, held.shape) for held in exits] == [
+    assert [(code.path, code.how, code.shape) for code in exits] == [
         ("loss", "sum", ()), ("h", "cat", (4, 6)), ("y", "cat", (6, 4)), ("weights", "same", ()),
         ("twice", "cat", (4, 6)),
     ]  # fmt: skip
-    by_path = {held.path: held for held in exits}
+    by_path = {code.path: code for code in exits}
     assert (by_path["h"].dim, by_path["y"].dim) == (0, 1)
     assert (by_path["h"].stage, by_path["loss"].stage) == (0, 1)
     assert by_path["h"].value == by_path["twice"].value
@@ -213,14 +216,14 @@ def test_losses_are_summed_rows_joined_and_what_time_does_not_cut_is_the_same():
 def test_batches_of_their_own_are_averaged_or_joined():
     exits = lowered_module(Outputs(), torch.randn(4, 6), microbatches=3, local=True).exits
 
-    found = {held.path: (held.how, held.shape) for held in exits}
-    assert found["loss"] == ("mean", ())
-    assert found["h"] == ("cat", (12, 6))
+    by_key = {code.path: (code.how, code.shape) for code in exits}
+    assert by_key["loss"] == ("mean", ())
+    assert by_key["h"] == ("cat", (12, 6))
 
 
 def test_a_value_that_crosses_and_is_an_output_leaves_whole():
-    made = lowered_module(Outputs(), torch.randn(4, 6), text="pp=2,dp=2")
-    (passage,) = (held for held in made.passages if held.value == made.exits[1].value)
+    built = lowered_module(Outputs(), torch.randn(4, 6), text="pp=2,dp=2")
+    (passage,) = (passage for passage in built.passages if passage.value == built.exits[1].value)
 
     assert passage.sent == replicated(2)
     assert passage.received.shard_of("dp") is not None
@@ -244,16 +247,16 @@ def test_an_output_is_in_time_as_it_is_made():
 
 def test_time_comes_before_devices_unless_it_is_inside_them():
     rows = make_layout(((PASS_PARTIAL,), ()), {})
-    made = make_layout(((TIME,), ()), {})
+    layout = make_layout(((TIME,), ()), {})
 
-    assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).shards[0]] == [MB, "dp"]
-    assert [cut.axis for cut in in_time(rows, made, {"dp": 2, MB: 2}).shards[0]] == ["dp", MB]
+    assert [cut.axis for cut in in_time(rows, layout, {MB: 2, "dp": 2}).shards[0]] == [MB, "dp"]
+    assert [cut.axis for cut in in_time(rows, layout, {"dp": 2, MB: 2}).shards[0]] == ["dp", MB]
 
 
 def test_settling_forgets_sums_over_devices_but_not_over_time():
-    held = make_layout(((TIME,), ()), {"tp": Partial("sum"), "dp": REPLICATE})
+    layout = make_layout(((TIME,), ()), {"tp": Partial("sum"), "dp": REPLICATE})
 
-    assert sendable_layout(held) == make_layout(((TIME,), ()), {})
+    assert sendable_layout(layout) == make_layout(((TIME,), ()), {})
     assert sendable_layout(make_layout((), {MB: Partial("sum"), "tp": REPLICATE})) == make_layout(
         (), {MB: Partial("sum")}
     )

@@ -46,7 +46,7 @@ def programs_of(
 
 def early_of(module: nn.Module, *args: Tensor, plan: str = "single") -> list[tuple[str, tuple[str, ...]]]:
     """How each value of the prologue is reduced, and over which axes of devices."""
-    return [(held.how, held.axes) for program in programs_of(module, *args, plan=plan) for held in program.early]
+    return [(value.how, value.axes) for program in programs_of(module, *args, plan=plan) for value in program.early]
 
 
 class Masked(Net):
@@ -102,7 +102,7 @@ def test_what_inputs_alone_decide_is_found_before_the_first_microbatch(net, more
 def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_its_ops():
     (program,) = programs_of(Masked(), x(), torch.ones(PASS_PARTIAL))
 
-    assert [held.path for held in program.prologue_inputs] == ["mask"]
+    assert [value.path for value in program.prologue_inputs] == ["mask"]
     assert [op.target for op in program.prologue] == ["comm.shard", "aten.sum.default"]
     makers = {name: op for op in program.body for name in op.outputs}
     (division,) = (op for op in program.body if op.target == "aten.div.Tensor")

@@ -40,10 +40,10 @@ class TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.relu(self.one(x))).square().mean()
+        return self.second(torch.relu(self.first(x))).square().mean()
 
 
 def _scaled(module: nn.Module, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -53,18 +53,18 @@ def _scaled(module: nn.Module, x: torch.Tensor, factor: float = 1.0) -> torch.Te
 def replaced_forward(how: str) -> TwoLayers:
     """A model of which a submodule's forward was replaced on the object."""
     model = TwoLayers()
-    one = model.one
-    inner = one.forward
+    first = model.first
+    inner = first.forward
     ways = {
-        "closure": lambda x: 3 * F.linear(x, one.weight, one.bias),
+        "closure": lambda x: 3 * F.linear(x, first.weight, first.bias),
         "wrapped": lambda x: 3 * inner(x),
-        "default": lambda x, layer=one: 3 * F.linear(x, layer.weight, layer.bias),
-        "partial": functools.partial(_scaled, one, factor=3.0),
-        "method": types.MethodType(lambda self, x: _scaled(self, x, 3.0), one),
-        "list": (lambda layers: lambda x: 3 * F.linear(x, layers[0].weight, layers[0].bias))([one]),
-        "function": (lambda weigh: lambda x: 3 * F.linear(x, weigh(), one.bias))(lambda: one.weight),
+        "default": lambda x, layer=first: 3 * F.linear(x, layer.weight, layer.bias),
+        "partial": functools.partial(_scaled, first, factor=3.0),
+        "method": types.MethodType(lambda self, x: _scaled(self, x, 3.0), first),
+        "list": (lambda layers: lambda x: 3 * F.linear(x, layers[0].weight, layers[0].bias))([first]),
+        "function": (lambda weigh: lambda x: 3 * F.linear(x, weigh(), first.bias))(lambda: first.weight),
     }
-    one.forward = ways[how]  # type: ignore[method-assign,assignment]
+    first.forward = ways[how]  # type: ignore[method-assign,assignment]
     return model
 
 

@@ -30,8 +30,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-            made = torch.tanh(self.cell(carry) + row)
-            return made, made * 2
+            state = torch.tanh(self.cell(carry) + row)
+            return state, state * 2
 
         last, every = scan(step, torch.zeros_like(x[:, 0]), x, dim=1)
         return last + every.mean(1)

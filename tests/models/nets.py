@@ -211,8 +211,8 @@ class Exact(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        made = torch.Generator().manual_seed(3)
-        signs = [torch.randint(0, 2, (4, 4), generator=made) * 2.0 - 1 for _ in range(2)]
+        generator = torch.Generator().manual_seed(3)
+        signs = [torch.randint(0, 2, (4, 4), generator=generator) * 2.0 - 1 for _ in range(2)]
         self.up, self.down = (nn.Parameter(sign) for sign in signs)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -80,14 +80,14 @@ def main(arguments: Sequence[str]) -> int:
         by = f" by {verdict.test} ({verdict.error})" if verdict.test else ""
         print(f"{len(done):4d} {verdict.seconds:4.0f} s {verdict.outcome} {verdict.name}{by}", flush=True)
         if options.report is not None:
-            options.report.write_text(json.dumps([vars(held) for held in done], indent=1))
+            options.report.write_text(json.dumps([vars(value) for value in done], indent=1))
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         tree = snapshot(TREE, Path(scratch) / "tree")
         near = Neighbourhood(tree / "src" / PACKAGE, tree / "tests")
         coming: Iterable[Mutant] = drawn(near.package, options.packages.split(","), options.seed)
         if options.again is not None:
-            left = {held["name"] for held in json.loads(options.again.read_text()) if held["outcome"] == "survived"}
+            left = {load["name"] for load in json.loads(options.again.read_text()) if load["outcome"] == "survived"}
             coming = (mutant for mutant in coming if str(mutant) in left)
         changes = changes_of(coming, near, options.files)
         chosen = list(itertools.islice(changes, options.skip, options.skip + options.count))

@@ -82,7 +82,11 @@ def _within(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     if isinstance(node, ast.FunctionDef):
         if node.name in UNSEEN:
             return
-        children: list[ast.AST] = [*node.args.defaults, *(held for held in node.args.kw_defaults if held), *node.body]
+        children: list[ast.AST] = [
+            *node.args.defaults,
+            *(default for default in node.args.kw_defaults if default),
+            *node.body,
+        ]
     elif isinstance(node, ast.AnnAssign):
         children = [node.value] if node.value is not None else []
     else:
@@ -173,7 +177,9 @@ def remove_statement(node: ast.AST) -> ast.AST | None:
         return ast.Pass()
     if isinstance(node, ast.If) and not node.orelse:
         return ast.Pass()
-    if isinstance(node, ast.Assign) and all(isinstance(held, ast.Attribute | ast.Subscript) for held in node.targets):
+    if isinstance(node, ast.Assign) and all(
+        isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets
+    ):
         return ast.Pass()
     return None
 

@@ -82,6 +82,6 @@ def _imported(name: str, path: Path, known: frozenset[str]) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            origin = ".".join(held for held in (base, node.module) if held)
+            origin = ".".join(value for value in (base, node.module) if value)
             names += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-    return frozenset(held for held in names if held in known)
+    return frozenset(name for name in names if name in known)

@@ -222,12 +222,12 @@ def _write(home: Path, verdict: Verdict) -> None:
 def _read(home: Path, change: Change) -> Verdict:
     """What a process wrote; one that was ended before it could hung, or died, in the test that ran."""
     try:
-        held = json.loads((home / "verdict.json").read_text())
+        document = json.loads((home / "verdict.json").read_text())
     except FileNotFoundError:
         running = home / "running"
         test = running.read_text() if running.exists() else ""
         return Verdict(name=change.name, outcome="timed out", test=test, error="hung or died")
-    return Verdict(**{name: tuple(value) if isinstance(value, list) else value for name, value in held.items()})
+    return Verdict(**{name: tuple(value) if isinstance(value, list) else value for name, value in document.items()})
 
 
 # -- in the process that runs the tests ----------------------------------------------------------
@@ -314,7 +314,7 @@ def _settle(tree: Path) -> None:
 def _swapped(tree: Path, file: str, text: str) -> bool:
     """Give the functions of a loaded module the code that they have in another text, if that is all that differs."""
     path = str(tree / file)
-    before, after = (compile(held, path, "exec") for held in ((tree / file).read_text(encoding="utf-8"), text))
+    before, after = (compile(item, path, "exec") for item in ((tree / file).read_text(encoding="utf-8"), text))
     old, new = _functions(before), _functions(after)
     if _outside(before) != _outside(after) or old.keys() != new.keys():
         return False
@@ -323,34 +323,36 @@ def _swapped(tree: Path, file: str, text: str) -> bool:
     gc.unfreeze()  # what is frozen is not listed
     every = gc.get_objects()
     gc.freeze()
-    for held in every:
-        if isinstance(held, types.FunctionType) and held.__code__.co_filename == path:
-            codes = new.get(held.__code__.co_qualname, [])
+    for value in every:
+        if isinstance(value, types.FunctionType) and value.__code__.co_filename == path:
+            codes = new.get(value.__code__.co_qualname, [])
             if len(codes) != 1:  # overloads and lambdas, which have no name of their own
-                if held.__code__ not in codes:
+                if value.__code__ not in codes:
                     return False
                 continue
-            held.__code__ = codes[0]
+            value.__code__ = codes[0]
     return True
 
 
 def _functions(code: types.CodeType) -> dict[str, list[types.CodeType]]:
     """All functions that some code makes, by their qualified names."""
-    found: dict[str, list[types.CodeType]] = {}
-    for held in code.co_consts:
-        if isinstance(held, types.CodeType):
-            if held.co_flags & 2:  # CO_NEWLOCALS: a function, not a class
-                found.setdefault(held.co_qualname, []).append(held)
-            for name, codes in _functions(held).items():
-                found.setdefault(name, []).extend(codes)
-    return found
+    by_name: dict[str, list[types.CodeType]] = {}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            if constant.co_flags & 2:  # CO_NEWLOCALS: a function, not a class
+                by_name.setdefault(constant.co_qualname, []).append(constant)
+            for name, codes in _functions(constant).items():
+                by_name.setdefault(name, []).extend(codes)
+    return by_name
 
 
 def _outside(code: types.CodeType) -> list[object]:
     """What code does outside of functions: its instructions and what they use, classes included."""
-    inner = [held for held in code.co_consts if isinstance(held, types.CodeType) and not held.co_flags & 2]
-    plain = [repr(held) for held in code.co_consts if not isinstance(held, types.CodeType)]
-    return [code.co_code, code.co_names, plain, *(_outside(held) for held in inner)]
+    inner = [
+        constant for constant in code.co_consts if isinstance(constant, types.CodeType) and not constant.co_flags & 2
+    ]
+    plain = [repr(constant) for constant in code.co_consts if not isinstance(constant, types.CodeType)]
+    return [code.co_code, code.co_names, plain, *(_outside(value) for value in inner)]
 
 
 def _main(home: Path) -> None:

@@ -26,21 +26,23 @@ def main() -> int:
     options = _options()
     tasks = list(_tasks(options))
     print(f"{len(tasks)} subjects (op, module or optimizer in one dtype)", flush=True)
-    found: list[Finding] = []
+    collected: list[Finding] = []
     with options.out.open("w", buffering=1) as file:
         for finding in sweep(tasks, options.processes, lambda text: print(text, flush=True)):
-            found.append(finding)
+            collected.append(finding)
             verdict = finding.verdict
             line = f"{verdict.kind:8} {finding.sample}, {finding.ways} ways: {verdict.detail}".replace("\n", " | ")
             file.write(line + "\n")
             if verdict.kind in BAD:
                 print(line[:300], flush=True)
-    print(summary(found))
-    faults = [f"{f.sample}, {f.ways} ways: {f.verdict.kind}: {f.verdict.detail[:200]}" for f in found
+    print(summary(collected))
+    faults = [f"{f.sample}, {f.ways} ways: {f.verdict.kind}: {f.verdict.detail[:200]}" for f in collected
               if f.verdict.kind in BAD]  # fmt: skip
-    faults += [f"{sample}: refused, and not in tests/ops/expectations.py: {why}" for sample, why in unexpected(found)]
+    faults += [
+        f"{sample}: refused, and not in tests/ops/expectations.py: {why}" for sample, why in unexpected(collected)
+    ]
     if options.samples == "all":
-        faults += [f"{subject}: listed as refused, and no longer is" for subject in unneeded(found)]
+        faults += [f"{subject}: listed as refused, and no longer is" for subject in unneeded(collected)]
     print("\n".join(["", f"{len(faults)} faults", *faults]) if faults else "clean")
     return 1 if faults else 0
 
@@ -67,10 +69,10 @@ def _tasks(options: argparse.Namespace) -> Iterable[Task]:
                     yield Task(suite, name, dtype, limit, options.split if dtype == "float64" else 0)
 
 
-def summary(found: Iterable[Finding]) -> str:
+def summary(findings: Iterable[Finding]) -> str:
     """How many subjects and samples came out how, on one device and split."""
     rows: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for finding in found:
+    for finding in findings:
         where = "one device" if finding.ways == 1 else f"{finding.ways} ways"
         key = (finding.task.suite, finding.task.dtype, where)
         rows.setdefault(key, {}).setdefault(finding.task.subject, []).append(finding.verdict.kind)

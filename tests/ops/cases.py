@@ -82,8 +82,8 @@ def op_samples(name: str, dtype: str, limit: int | None = None) -> Iterator[Samp
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        made = list(islice(op.sample_inputs("cpu", kind, requires_grad=gradient), limit))
-    for number, sample in enumerate(made):
+        built = list(islice(op.sample_inputs("cpu", kind, requires_grad=gradient), limit))
+    for number, sample in enumerate(built):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         module = OpCall(_bound(op.op, leaves, spec))
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -96,9 +96,9 @@ def _bound(op: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> 
     """The op as a function of its tensors alone."""
 
     def call(*tensors: Tensor) -> Any:
-        given = iter(tensors)
+        inputs = iter(tensors)
         first, args, kwargs = pytree.tree_unflatten(
-            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
         return op(first, *args, **kwargs)
 
@@ -116,13 +116,13 @@ def module_samples(name: str, dtype: str, limit: int | None = None) -> Iterator[
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             inputs = info.module_inputs_func(info, "cpu", DTYPES[dtype], True, training)
-        for given in islice(inputs, limit):
-            if given.forward_input is None:
+        for value in islice(inputs, limit):
+            if value.forward_input is None:
                 continue
-            built, call = given.constructor_input, given.forward_input
+            arguments, call = value.constructor_input, value.forward_input
             torch.manual_seed(number)
-            made = info.module_cls(*built.args, **built.kwargs).to("cpu", DTYPES[dtype]).train(training)
+            model = info.module_cls(*arguments.args, **arguments.kwargs).to("cpu", DTYPES[dtype]).train(training)
             yield Sample(
-                subject=name, number=number, dtype=dtype, module=made, args=tuple(call.args), kwargs=dict(call.kwargs)
+                subject=name, number=number, dtype=dtype, module=model, args=tuple(call.args), kwargs=dict(call.kwargs)
             )  # fmt: skip
             number += 1

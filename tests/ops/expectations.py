@@ -40,16 +40,16 @@ def undefined(subject: str) -> bool:
     return subject in UNDEFINED
 
 
-def unexpected(found: Iterable[Any]) -> Iterator[tuple[str, str]]:
+def unexpected(findings: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """Refusals that are not listed: the sample, and what was said."""
-    for finding in found:
+    for finding in findings:
         if finding.verdict.kind == "refused" and finding.task.subject not in REFUSED:
             yield finding.sample, finding.verdict.detail
 
 
-def unneeded(found: Iterable[Any]) -> list[str]:
+def unneeded(findings: Iterable[Any]) -> list[str]:
     """Subjects that are listed and were tried, and of which nothing was refused."""
-    findings = list(found)
+    findings = list(findings)
     tried = {finding.task.subject for finding in findings}
     refused = {finding.task.subject for finding in findings if finding.verdict.kind == "refused"}
     return sorted((tried & REFUSED.keys()) - refused)

@@ -75,21 +75,21 @@ def decided(sample: Sample, folder: Path, wanted: Run) -> Verdict:
     """What to say of a sample that eager can do."""
     model = parallelize(copy.deepcopy(sample.module), plan="single", compile={"directory": folder})
     try:
-        found = run_call(model, model, sample)
+        actual = run_call(model, model, sample)
     except ShardwrightError as error:
         return Verdict("refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # whatever it is, a user would see it
         return Verdict("foreign", described(error))
     drawn = [op for op in model._around["compiler"].programs[0].graph.ops if op.draws]
     if not drawn and not undefined(sample.subject):
-        off = difference(found, wanted)
+        off = difference(actual, wanted)
         if off:
-            off = difference(found, wanted, exact=run_wide(sample))
+            off = difference(actual, wanted, exact=run_wide(sample))
         return Verdict("wrong", off) if off else Verdict("right")
     if len(drawn) == 1 and is_random(drawn[0]):
-        off = difference(found, _drawing_alike(sample, model.random, drawn[0].name))
+        off = difference(actual, _drawing_alike(sample, model.random, drawn[0].name))
         return Verdict("wrong", off) if off else Verdict("right")
-    off = difference(found, wanted, values=False)
+    off = difference(actual, wanted, values=False)
     return Verdict("wrong", off) if off else Verdict("drawn")
 
 
@@ -145,10 +145,10 @@ def run_call(call: Callable[..., Any], module: nn.Module, sample: Sample) -> Run
 
 
 def gradients_of(results: Sequence[Any], wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    held = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
-    if not held or not wanted:
+    values = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+    if not values or not wanted:
         return [None] * len(wanted)
-    total = torch.stack([mixed(x) for x in held]).sum()
+    total = torch.stack([mixed(x) for x in values]).sum()
     return list(torch.autograd.grad(total, wanted, allow_unused=True))
 
 
@@ -160,15 +160,15 @@ def mixed(x: Tensor) -> Tensor:
     return (parts.double() * weights).sum()
 
 
-def difference(found: Run, wanted: Run, *, values: bool = True, exact: Run | None = None) -> str:
+def difference(actual: Run, wanted: Run, *, values: bool = True, exact: Run | None = None) -> str:
     """What is off, in words; nothing if all agrees. Without `values`, shapes and dtypes alone are looked at.
 
     exact    the same in float64: what is as near to it as `wanted` is right
     """
-    mine, theirs = pytree.tree_flatten(found.result), pytree.tree_flatten(wanted.result)
+    mine, theirs = pytree.tree_flatten(actual.result), pytree.tree_flatten(wanted.result)
     if str(mine[1]) != str(theirs[1]):
         return f"the result is {mine[1]}, not {theirs[1]}"
-    runs = [_named(run) for run in (found, wanted, exact) if run is not None]
+    runs = [_named(run) for run in (actual, wanted, exact) if run is not None]
     for (name, x), (_, y), *wide in zip(*runs, strict=True):
         off = apart(x, y, values)
         if off and not any(no_farther(x, y, z) for _, z in wide):
@@ -215,5 +215,5 @@ def apart(mine: Any, theirs: Any, values: bool = True) -> str:
     return "" if off <= TOLERANCE[theirs.dtype] * scale else f"is off by {off:.3g}, at a scale of {scale:.3g}"
 
 
-def _short(held: Any) -> str:
-    return f"a tensor {list(held.shape)}" if isinstance(held, Tensor) else repr(held)[:60]
+def _short(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]

@@ -45,11 +45,11 @@ def optimizers() -> dict[str, Any]:
 def judge_optimizer(name: str) -> Iterator[tuple[str, int, Verdict]]:
     """(settings and plan, ranks, verdict) for each of torch's samples of settings."""
     info = optimizers()[name]
-    for given in info.optim_inputs_func(device="cpu"):
+    for value in info.optim_inputs_func(device="cpu"):
         for plan, size in PLANS.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                yield f"{name}({given.kwargs}) {plan}", size, _judge(info, dict(given.kwargs), plan, size)
+                yield f"{name}({value.kwargs}) {plan}", size, _judge(info, dict(value.kwargs), plan, size)
 
 
 def _judge(info: Any, settings: dict[str, Any], plan: str, size: int) -> Verdict:
@@ -65,25 +65,25 @@ def _judge(info: Any, settings: dict[str, Any], plan: str, size: int) -> Verdict
         _train(original, make(original), x)
     except RuntimeError as error:  # SparseAdam takes sparse gradients only
         return Verdict("skipped", described(error))
-    wanted = {key: held.detach() for key, held in original.named_parameters()}
+    wanted = {key: parameter.detach() for key, parameter in original.named_parameters()}
 
     def rank(_: int) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
         with tempfile.TemporaryDirectory(prefix="shardwright-optim-") as folder:
             model, optimizer = parallelize(mine, make(mine), plan=plan, example=(x,), compile={"directory": folder})
             _train(model, optimizer, x)
-            found: dict[str, Tensor] = model.full_state_dict()
-            return found
+            state: dict[str, Tensor] = model.full_state_dict()
+            return state
 
     try:
-        found = run_ranks(size, rank) if size > 1 else [rank(0)]
+        actual = run_ranks(size, rank) if size > 1 else [rank(0)]
     except ShardwrightError as error:
         return Verdict("refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # whatever it is, a user would see it
         return Verdict("foreign", described(error))
-    for held in found:
+    for value in actual:
         for key, tensor in wanted.items():
-            if off := apart(held[key], tensor):
+            if off := apart(value[key], tensor):
                 return Verdict("wrong", f"{key} {off}")
     return Verdict("right")
 

@@ -70,21 +70,21 @@ def _wrong_roles(sample: Sample, captured: CapturedGraph, analysis: Analysis, wa
     seen: dict[str, tuple[Tensor, ...]] = {}
     module = copy.deepcopy(sample.module)
     with torch.no_grad():
-        given = captured.flatten(sample.args, sample.kwargs)
+        inputs = captured.flatten(sample.args, sample.kwargs)
         state = (dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers()))
-        run(captured, [x.detach().clone() for x in given], *state, callback=lambda op, x, _: seen.update({op.name: x}))
-    found: dict[int, Verdict] = {}
+        run(captured, [x.detach().clone() for x in inputs], *state, callback=lambda op, x, _: seen.update({op.name: x}))
+    by_name: dict[int, Verdict] = {}
     for parts in ways:
         for op in _split_ops(analysis, parts):
             for role in analysis.signatures[op.name].roles:
-                if role.fills(parts) and not op.target.startswith("call.") and parts not in found:
+                if role.fills(parts) and not op.target.startswith("call.") and parts not in by_name:
                     try:
                         check_role(analysis, op, role.name, parts, seen[op.name])
                     except NothingProven:
                         continue
                     except WrongSplit as error:
-                        found[parts] = Verdict("wrong", str(error))
-    return found
+                        by_name[parts] = Verdict("wrong", str(error))
+    return by_name
 
 
 def plan_of(pick: int) -> Callable[[Graph, int], Plan]:
@@ -110,7 +110,7 @@ def _judge(sample: Sample, captured: CapturedGraph, wanted: Run, parts: int) -> 
             return _run(sample, captures, parts, Path(folder))
 
         try:
-            found = run_ranks(parts, rank)
+            results = run_ranks(parts, rank)
         except ShardwrightError as error:
             return Verdict("refused", f"{type(error).__name__}: {error}")
         except RankError as error:
@@ -118,8 +118,8 @@ def _judge(sample: Sample, captured: CapturedGraph, wanted: Run, parts: int) -> 
         except Exception as error:  # whatever it is, a user would see it
             return Verdict("foreign", described(error))
     drawn = any(op.draws for op in captured.graph.ops) or undefined(sample.subject)
-    for number, held in enumerate(found):
-        if off := difference(held, wanted, values=not drawn):
+    for number, value in enumerate(results):
+        if off := difference(value, wanted, values=not drawn):
             return Verdict("wrong", f"rank {number}: {off}")
     return Verdict("drawn" if drawn else "right")
 
@@ -135,9 +135,9 @@ def _run(sample: Sample, captures: dict[tuple[bool, int], CapturedGraph], parts:
              for leaf in leaves]  # fmt: skip
     args, kwargs = pytree.tree_unflatten(fresh, spec)
     result = model(*args, **kwargs)
-    held = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
-    if held:
-        torch.stack([mixed(x) for x in held]).sum().backward()
+    values = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    if values:
+        torch.stack([mixed(x) for x in values]).sum().backward()
     gradients = [leaf.grad for leaf in fresh if isinstance(leaf, Tensor) and leaf.requires_grad]
     return Run(
         result=pytree.tree_map_only(Tensor, Tensor.detach, result),

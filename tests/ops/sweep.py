@@ -49,15 +49,15 @@ def carry_out(task: Task) -> list[Finding]:
     if task.suite == "optimizer":
         return [Finding(task, message, ways, verdict) for message, ways, verdict in judge_optimizer(task.subject)]
     make = op_samples if task.suite == "op" else module_samples
-    found: list[Finding] = []
+    collected: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="shardwright-ops-") as folder:
         for sample in make(task.subject, task.dtype, task.limit):
-            one = _timed(sample, lambda sample=sample: [(1, judge(sample, Path(folder)))])
-            found += [Finding(task, str(sample), ways, verdict) for ways, verdict in one]
-            if sample.number < task.split and one[0][1].kind in ("right", "drawn"):
+            first = _timed(sample, lambda sample=sample: [(1, judge(sample, Path(folder)))])
+            collected += [Finding(task, str(sample), ways, verdict) for ways, verdict in first]
+            if sample.number < task.split and first[0][1].kind in ("right", "drawn"):
                 some = _timed(sample, lambda sample=sample: judge_splits(sample))
-                found += [Finding(task, str(sample), ways, verdict) for ways, verdict in some]
-    return found
+                collected += [Finding(task, str(sample), ways, verdict) for ways, verdict in some]
+    return collected
 
 
 def _timed(sample: Sample, call: Callable[[], list[tuple[int, Verdict]]]) -> list[tuple[int, Verdict]]:
@@ -126,7 +126,7 @@ def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
     while (task := connection.recv()) is not None:
         try:
-            found = carry_out(task)
+            actual = carry_out(task)
         except Exception as error:  # of the samples themselves
-            found = [Finding(task, task.subject, 1, Verdict("skipped", described(error)))]
-        connection.send(found)
+            actual = [Finding(task, task.subject, 1, Verdict("skipped", described(error)))]
+        connection.send(actual)

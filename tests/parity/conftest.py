@@ -10,7 +10,7 @@ from .pool import Pool
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
     """A pool for each world size; processes start with the first job."""
-    held = {size: Pool(size) for size in (2, 4)}
-    yield held
-    for pool in held.values():
+    by_key = {size: Pool(size) for size in (2, 4)}
+    yield by_key
+    for pool in by_key.values():
         pool.close()

@@ -84,8 +84,8 @@ def on_ranks(
     folder = tempfile.mkdtemp(prefix="paths-")
 
     def run(rank: int) -> list[Tensor]:
-        made = optimizer([p for p in copies[rank].parameters() if p.requires_grad])
-        return loop(*parallelize(copies[rank], made, plan=plan, **grouped(directory=folder, **options)))
+        instance = optimizer([p for p in copies[rank].parameters() if p.requires_grad])
+        return loop(*parallelize(copies[rank], instance, plan=plan, **grouped(directory=folder, **options)))
 
     return wanted, run_ranks(world_of(plan), run)
 
@@ -97,11 +97,11 @@ def agree(
     """Run a loop both ways, and compare all it says."""
     wanted, ranks = on_ranks(make, plan, loop, optimizer, **options)
     assert wanted
-    scale = max(float(held.detach().abs().max()) for held in wanted if held.numel())
+    scale = max(float(expected.detach().abs().max()) for expected in wanted if expected.numel())
     assert scale > 0
-    for found in ranks:
-        assert len(found) == len(wanted)
-        for number, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+    for rank in ranks:
+        assert len(rank) == len(wanted)
+        for number, (mine, other) in enumerate(zip(rank, wanted, strict=True)):
             assert mine.shape == other.shape, number
             apart = float((mine.detach() - other.detach()).abs().max()) if other.numel() else 0.0
             assert apart <= TOLERANCE * scale, f"item {number} of {len(wanted)} is {apart:.2e} off"

@@ -65,7 +65,7 @@ def train(rank: int, plan: dict[str, Any], policy: str, directory: str) -> None:
     """Two good steps, one that fails on one rank, and one more: not all ranks need each other in every step."""
     torch.manual_seed(0)
     os.environ["SHARDWRIGHT_SHARED_MEMORY"] = str(plan.get("shared", 1))
-    model, optimizer = _made(policy, directory)
+    model, optimizer = _compiled(policy, directory)
     x = torch.randn(4, 4)
     for step in range(4):
         Flaky.plan = plan if step == 2 else {}
@@ -82,7 +82,7 @@ def train(rank: int, plan: dict[str, Any], policy: str, directory: str) -> None:
         optimizer.zero_grad()
 
 
-def _made(policy: str, directory: str) -> Any:
+def _compiled(policy: str, directory: str) -> Any:
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     return parallelize(module, optimizer, plan=policy, example=(torch.randn(4, 4),), compile={"directory": directory})

@@ -39,10 +39,10 @@ def both(
     case = ZOO[name](dtype=dtype)
     wanted = loop(case.module, optimizer([p for p in case.module.parameters() if p.requires_grad]), case)
     assert wanted
-    scale = max(float(held.abs().max()) for held in wanted if held.numel())
-    for found in on_ranks(name, plan, loop, optimizer, example, dtype, **options):
-        assert len(found) == len(wanted)
-        for number, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+    scale = max(float(expected.abs().max()) for expected in wanted if expected.numel())
+    for result in on_ranks(name, plan, loop, optimizer, example, dtype, **options):
+        assert len(result) == len(wanted)
+        for number, (mine, other) in enumerate(zip(result, wanted, strict=True)):
             assert mine.shape == other.shape, number
             apart = float((mine.double() - other.double()).abs().max()) if other.numel() else 0.0
             assert apart <= tolerance * scale, f"item {number} of {len(wanted)} is {apart:.2e} off"
@@ -59,11 +59,11 @@ def on_ranks(
 
     def run(rank: int) -> Any:
         case = cases[rank]
-        made = optimizer([p for p in case.module.parameters() if p.requires_grad])
-        given = {"example": (case.args, case.kwargs)} if example else {}
-        model, same = parallelize(case.module, made, plan=plan, **grouped(directory=folder, **given, **options))
-        assert same is made
-        return loop(model, made, case)
+        instance = optimizer([p for p in case.module.parameters() if p.requires_grad])
+        inputs = {"example": (case.args, case.kwargs)} if example else {}
+        model, same = parallelize(case.module, instance, plan=plan, **grouped(directory=folder, **inputs, **options))
+        assert same is instance
+        return loop(model, instance, case)
 
     return run_ranks(world_of(plan), run, timeout=200)
 
@@ -71,13 +71,13 @@ def on_ranks(
 def gradients(model: Any) -> list[Tensor]:
     """All gradients of an original or a compiled model, whole, in the order of names."""
     if isinstance(model, ParallelModel):
-        held = whole_gradients(model)
+        stored = whole_gradients(model)
     else:
-        held = {key: p.grad for key, p in model.named_parameters()}
-    return [torch.zeros(0) if held[key] is None else held[key].clone() for key in sorted(held)]  # type: ignore[union-attr]
+        stored = {key: p.grad for key, p in model.named_parameters()}
+    return [torch.zeros(0) if stored[key] is None else stored[key].clone() for key in sorted(stored)]  # type: ignore[union-attr]
 
 
 def parameters(model: Any) -> list[Tensor]:
     """All parameters, whole, in the order of names."""
-    held = model.full_state_dict() if isinstance(model, ParallelModel) else model.state_dict()
-    return [held[key].clone() for key in sorted(held)]
+    stored = model.full_state_dict() if isinstance(model, ParallelModel) else model.state_dict()
+    return [stored[key].clone() for key in sorted(stored)]

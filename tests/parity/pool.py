@@ -44,7 +44,7 @@ class Pool:
         answers = self.try_run(fn, *args, timeout=timeout)
         failed = [(rank, answer[1]) for rank, answer in enumerate(answers) if not answer[0]]
         if failed:
-            rank, (error, text) = min(failed, key=lambda held: _is_echo(held[1][1]))
+            rank, (error, text) = min(failed, key=lambda value: _is_echo(value[1][1]))
             message = f"rank {rank} of {self.size} failed:\n{text}"
             if error is None:
                 raise RankError(message)

@@ -57,8 +57,8 @@ class Trace:
 
 def optimizer_of(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
-    return made(trained, lr=RATE[kind])
+    built = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+    return built(trained, lr=RATE[kind])
 
 
 def build(name: str, dtype: str) -> Case:
@@ -83,11 +83,11 @@ def sendable(name: str, dtype: str) -> bytes:
     return pickle.dumps(replace(captured(name, dtype), variables=()))  # those are of this process
 
 
-def _mapping(held: dict[Any, Any]) -> MappingProxyType[Any, Any]:
-    return MappingProxyType(held)
+def _mapping(content: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(content)
 
 
-copyreg.pickle(MappingProxyType, lambda held: (_mapping, (dict(held),)))
+copyreg.pickle(MappingProxyType, lambda value: (_mapping, (dict(value),)))
 
 
 @lru_cache(maxsize=4)
@@ -112,13 +112,13 @@ def reference(name: str, dtype: str, kind: str) -> Trace:
     return trace
 
 
-def _by_graph(case: Case, held: CapturedGraph) -> Tensor:
+def _by_graph(case: Case, graph: CapturedGraph) -> Tensor:
     """The loss of the graph, run op by op on the model's parameters."""
     parameters = dict(case.module.named_parameters(remove_duplicate=False))
     buffers = dict(case.module.named_buffers(remove_duplicate=False))
-    outputs, updates, _ = run(held, held.flatten(case.args, case.kwargs), parameters, buffers)
+    outputs, updates, _ = run(graph, graph.flatten(case.args, case.kwargs), parameters, buffers)
     assert not updates, "the models that cast have no buffers that change"
-    return loss_of(held.unflatten(outputs))
+    return loss_of(graph.unflatten(outputs))
 
 
 def graph_apart(name: str) -> float:
@@ -134,15 +134,16 @@ def graph_apart(name: str) -> float:
 class SharingCompiler(Compiler):
     """A compiler that is given the capture of the training entry, since no plan changes it."""
 
-    given: CapturedGraph
+    captured_graph: CapturedGraph
 
     def _capture(self, call: ModelCall) -> CapturedGraph:
         assert call.training and not self.programs, "this harness trains, at one batch size"
-        return self.given
+        return self.captured_graph
 
 
 def compiled(
-    name: str, dtype: str, plan: str, kind: str, directory: str, given: CapturedGraph, microbatches: int | None = None,
+    name: str, dtype: str, plan: str, kind: str, directory: str, captured_graph: CapturedGraph,
+    microbatches: int | None = None,
     cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
     """The run under a plan, with full tensors. On a cluster reshards go by its prices."""
@@ -152,7 +153,7 @@ def compiled(
     request = PlanRequest.read(plan, options=SearchOptions(microbatches=microbatches), cluster=cluster)
     settings = CompilerSettings(request=request, directory=Path(directory), promote=promoted(name, dtype))
     compiler = SharingCompiler(case.module, optimizer, start(), settings)
-    compiler.given = given
+    compiler.captured_graph = captured_graph
     return trained(ParallelModel(compiler), case, optimizer, keys)
 
 
@@ -175,32 +176,32 @@ def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     """Every gradient of a compiled model, put together from the shards. All ranks must call it."""
     holding = state_of(model)
-    found: dict[str, Tensor | None] = {}
-    for held in holding.specs:
-        parameter = holding.parameters[held.name]
+    by_name: dict[str, Tensor | None] = {}
+    for spec in holding.specs:
+        parameter = holding.parameters[spec.name]
         local = raw_gradient(parameter)
         if local is None and keeps_share(parameter):
             local = raw_gradient(parameter.shard)
-        layout = storage_layout(held, holding.groups.mesh.sizes) if held.storage.shards_gradient else None
-        found[held.name] = None if local is None else gather_tensor(local, held, holding.groups, layout).clone()
-    return spread_out(found, holding.pp_ranks)
+        layout = storage_layout(spec, holding.groups.mesh.sizes) if spec.storage.shards_gradient else None
+        by_name[spec.name] = None if local is None else gather_tensor(local, spec, holding.groups, layout).clone()
+    return spread_out(by_name, holding.pp_ranks)
 
 
 def faults_of(mine: Trace, other: Trace, tolerance: float) -> list[str]:
     """Everything that is further apart than allowed, in words."""
-    found: list[str] = []
+    collected: list[str] = []
     scale = 0.0
 
     def compare(what: str, a: Tensor | None, b: Tensor | None) -> None:
         if a is None or b is None:
-            held = b if a is None else a
-            if held is not None and bool(held.any()):
-                found.append(f"{what} is there on one side only")
+            stored = b if a is None else a
+            if stored is not None and bool(stored.any()):
+                collected.append(f"{what} is there on one side only")
             return
         allowed = tolerance * (float(b.abs().max()) + scale) if b.numel() else 0.0
         apart = float((a.double() - b.double()).abs().max()) if b.numel() and a.shape == b.shape else 0.0
         if a.shape != b.shape or a.dtype != b.dtype or not apart <= allowed:
-            found.append(f"{what}: {apart:.2e} apart, {allowed:.2e} allowed, {a.dtype} {tuple(a.shape)}")
+            collected.append(f"{what}: {apart:.2e} apart, {allowed:.2e} allowed, {a.dtype} {tuple(a.shape)}")
 
     for step in range(STEPS):
         scale = max(float(g.abs().max()) for g in other.gradients[step].values() if g is not None)
@@ -208,7 +209,7 @@ def faults_of(mine: Trace, other: Trace, tolerance: float) -> list[str]:
         _compare_all(f"gradient {step}", mine.gradients[step], other.gradients[step], compare)
     _compare_all("parameter", mine.parameters, other.parameters, compare)
     _compare_all("buffer", mine.buffers, other.buffers, compare)
-    return found
+    return collected
 
 
 def _compare_all(what: str, mine: dict[str, Any], other: dict[str, Any], compare: Any) -> None:
@@ -217,15 +218,15 @@ def _compare_all(what: str, mine: dict[str, Any], other: dict[str, Any], compare
 
 
 def parity(
-    rank: int, name: str, plan: str, dtype: str, wanted: dict[str, Trace], held: bytes, directory: str,
+    rank: int, name: str, plan: str, dtype: str, wanted: dict[str, Trace], pickled: bytes, directory: str,
     microbatches: int | None = None,
 ) -> list[str]:  # fmt: skip
     """The faults of a model under a plan, seen by one rank, for each optimizer."""
-    found = []
+    collected = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # torch unpickles its own so
-        given = pickle.loads(held)
+        document = pickle.loads(pickled)
     for kind, trace in wanted.items():
-        mine = compiled(name, dtype, plan, kind, directory, given, microbatches)
-        found += [f"{kind}: {fault}" for fault in faults_of(mine, trace, TOLERANCE[dtype])]
-    return found
+        mine = compiled(name, dtype, plan, kind, directory, document, microbatches)
+        collected += [f"{kind}: {fault}" for fault in faults_of(mine, trace, TOLERANCE[dtype])]
+    return collected

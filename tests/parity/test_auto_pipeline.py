@@ -24,9 +24,9 @@ def test_a_model_that_does_not_fit_trains_on_four_ranks_within_the_limit(pools, 
     module, args, _ = make()
     alone = plan(module, example=args, plan="single", cluster=1)
     assert alone.predicted["train"]["memory"]["peak"] > 4 * LIMIT
-    found = plan(module, example=args, cluster=4, memory=LIMIT)
-    found.save(tmp_path / "plan.json")
+    planned = plan(module, example=args, cluster=4, memory=LIMIT)
+    planned.save(tmp_path / "plan.json")
     measured = pools[4].run(peak, str(tmp_path / "plan.json"), timeout=120)
-    message = found.predicted["train"]["memory"]["peak"]
+    message = planned.predicted["train"]["memory"]["peak"]
     assert max(measured) < LIMIT
     assert abs(message / max(measured) - 1) < 0.15

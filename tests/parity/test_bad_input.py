@@ -27,9 +27,9 @@ def refused(error, size, plan, tmp_path, *words, name="mlp", batch=4, call=None,
 
     def run(rank):
         case = cases[rank]
-        given = {"example": case.args} if example else {}
+        inputs = {"example": case.args} if example else {}
         model, _ = parallelize(
-            case.module, optimizers[rank], plan=plan, **grouped(directory=folder, **given, **options)
+            case.module, optimizers[rank], plan=plan, **grouped(directory=folder, **inputs, **options)
         )
         if call is not None:
             call(rank, model, case.args)
@@ -39,13 +39,13 @@ def refused(error, size, plan, tmp_path, *words, name="mlp", batch=4, call=None,
     for word in words:
         assert word in str(caught.value)
     left = [path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert all(re.fullmatch(r"(train|eval)\w*\.py", held) for held in left), left
+    assert all(re.fullmatch(r"(train|eval)\w*\.py", value) for value in left), left
     if call is None:
         assert left == []
         for case, optimizer in zip(cases, optimizers, strict=True):
             assert optimizer.param_groups[0]["params"] == list(case.module.parameters())
             fresh = ZOO[name](batch=batch).module.state_dict()
-            assert all(torch.equal(held, fresh[key]) for key, held in case.module.state_dict().items())
+            assert all(torch.equal(tensor, fresh[key]) for key, tensor in case.module.state_dict().items())
 
 
 @pytest.mark.parametrize(("plan", "size"), [("dp=2", 2), ("zero3=2", 2), ("dp=2,tp=2", 4)])
@@ -182,15 +182,15 @@ def uneven(rank, directory, inputs, warm):
     module, args, _ = ZOO["mlp"]()
     model = parallelize(module, plan="tp=2", compile={"directory": directory}, inputs=inputs)
     if warm:
-        mine = tuple(held[2 * rank : 2 * rank + 2] for held in args) if inputs == "per_rank" else args
+        mine = tuple(argument[2 * rank : 2 * rank + 2] for argument in args) if inputs == "per_rank" else args
         model(*mine).backward()
-    model(*(held[: 2 + 2 * rank] for held in args)).backward()
+    model(*(argument[: 2 + 2 * rank] for argument in args)).backward()
 
 
 @pytest.mark.parametrize(("inputs", "warm"), [("global", False), ("global", True), ("per_rank", True)])
 def test_ranks_that_pass_different_shapes(pools, tmp_path, inputs, warm):
     answers = pools[2].try_run(uneven, str(tmp_path), inputs, warm, timeout=LIMIT)
-    errors = [held[0] for fine, held in answers if not fine]
+    errors = [answer[0] for fine, answer in answers if not fine]
     assert len(errors) == 2
     assert any(isinstance(error, InputError) for error in errors)
     for error in errors:

@@ -77,8 +77,8 @@ def test_another_way_in_every_step():
 
     for losses, state in run_ranks(2, rank):
         assert losses == pytest.approx(expected, abs=1e-10)
-        for key, held in original.state_dict().items():
-            torch.testing.assert_close(state[key], held, rtol=1e-9, atol=1e-10)
+        for key, tensor in original.state_dict().items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-9, atol=1e-10)
 
 
 def test_dropout_in_a_branch_trains_and_is_not_verified():
@@ -96,8 +96,8 @@ def test_dropout_in_a_branch_trains_and_is_not_verified():
         model = sw.parallelize(copy.deepcopy(net), plan="dp=2", compile={"directory": folder})
         return [model(x).item() for _ in range(2)]
 
-    one, other = run_ranks(2, rank)
-    assert one == other
+    first, other = run_ranks(2, rank)
+    assert first == other
 
 
 def test_the_plan_says_that_it_runs_whole():

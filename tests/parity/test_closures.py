@@ -33,8 +33,8 @@ def same_gradients(make, plan, folder):
         compiled(X).backward()
         return gradients(compiled)
 
-    for found in run_ranks(world_of(plan), run):
-        for mine, other in zip(found, gradients(wanted), strict=True):
+    for result in run_ranks(world_of(plan), run):
+        for mine, other in zip(result, gradients(wanted), strict=True):
             assert other.abs().max() > 0
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
@@ -68,7 +68,7 @@ class ReadsGlobal(nn.Module):
         self.head = nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.head(GLOBAL.one(x)).mean()
+        return self.head(GLOBAL.first(x)).mean()
 
 
 class HidesModules(nn.Module):

@@ -27,8 +27,8 @@ MIXED = (
 )  # fmt: skip
 
 
-def planned(made, plan: str):
-    model, example = made
+def planned(model_and_example, plan: str):
+    model, example = model_and_example
     return sw.plan(model, example=example, plan=plan, cluster=math.prod(map(int, re.findall("=([0-9]+)", plan))))
 
 

@@ -55,9 +55,9 @@ def alone(dtype: torch.dtype) -> Tensor:
 
 def curve(rank: int, plan: str, dtype: torch.dtype, folder: str) -> Tensor:
     model, optimizer, batches = build(dtype)
-    given = {"microbatches": dist.get_world_size()} if "pp" in plan else {}
+    inputs = {"microbatches": dist.get_world_size()} if "pp" in plan else {}
     model, optimizer = sw.parallelize(
-        model, optimizer, plan=plan, example=batches[0], **grouped(directory=folder, **given)
+        model, optimizer, plan=plan, example=batches[0], **grouped(directory=folder, **inputs)
     )
     return train(model, optimizer, batches)
 

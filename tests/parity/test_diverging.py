@@ -26,14 +26,14 @@ compiler = import_module("shardwright.compile.compiler")
 def batches_of(name, rank, wrong, count=8):
     """So many batches, of which rank 1 has another one in call `wrong`, in its last input."""
     generator, args = torch.Generator().manual_seed(3), ZOO[name]().args
-    found = []
+    collected = []
     for call in range(1, count + 1):
         order = torch.randperm(args[0].shape[0], generator=generator)
         batch = [tensor[order].clone() for tensor in args]
         if (call, rank) == (wrong, 1):
             batch[-1] = batch[-1].roll(1, 0)  # the same samples in another order
-        found.append(batch)
-    return found
+        collected.append(batch)
+    return collected
 
 
 def train(rank, name, plan, directory, wrong=7, **options):
@@ -45,20 +45,20 @@ def train(rank, name, plan, directory, wrong=7, **options):
     for call, batch in enumerate(batches_of(name, rank, wrong), start=1):
         try:
             loss = model(*batch)
-            before = {key: held.detach().clone() for key, held in model.named_parameters()}
+            before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
             loss.backward()
             if call % options.get("accumulate", 1) == 0:
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
         except InputError as error:
-            held = dict(model.named_parameters())
-            return str(error), steps, all(torch.equal(held[key].detach(), was) for key, was in before.items())
+            stored = dict(model.named_parameters())
+            return str(error), steps, all(torch.equal(stored[key].detach(), was) for key, was in before.items())
     return "", steps, False
 
 
-def assert_named(found, path):
-    for text, steps, unchanged in found:
+def assert_named(errors, path):
+    for text, steps, unchanged in errors:
         assert text.startswith(f"in call 7 of the model rank 1 passes another batch than rank 0: {path} differs")
         assert (steps, unchanged) == (6, True)
 
@@ -166,12 +166,12 @@ def test_ranks_of_one_replica_must_pass_the_same_samples_in_every_call(tmp_path)
         assert "model.data_rank" in text
 
 
-@pytest.mark.parametrize(("every", "found"), [("3", "in call 6"), ("0", "")])
-def test_calls_may_be_compared_now_and_then(tmp_path, monkeypatch, every, found):
+@pytest.mark.parametrize(("every", "where"), [("3", "in call 6"), ("0", "")])
+def test_calls_may_be_compared_now_and_then(tmp_path, monkeypatch, every, where):
     monkeypatch.setenv("SHARDWRIGHT_COMPARE_INPUTS", every)
     wrong = 6 if every == "3" else 7
     for text, _, _ in run_ranks(2, train, "mlp", "dp=2", tmp_path, wrong, timeout=LIMIT):
-        assert text.startswith(found) and bool(text) == bool(found)
+        assert text.startswith(where) and bool(text) == bool(where)
 
 
 def evaluate_and_train(rank, directory, wrong):
@@ -319,9 +319,9 @@ def test_code_that_differs_is_named_on_all_ranks(tmp_path, monkeypatch):
     plain = compiler.generate
 
     def generate(program, directory):
-        found = plain(program, directory)
-        text = found.path.read_text().replace(".gelu(", ".silu(") if dist.get_rank() else None
-        return plain(program, directory, text) if text else found
+        actual = plain(program, directory)
+        text = actual.path.read_text().replace(".gelu(", ".silu(") if dist.get_rank() else None
+        return plain(program, directory, text) if text else actual
 
     monkeypatch.setattr(compiler, "generate", generate)
     for text in diverge(tmp_path):

@@ -152,8 +152,8 @@ def critic_of(rank, plan, folder):
 def test_a_gradient_penalty_on_real_processes(pools, tmp_path, plan):
     model = seeded()
     wanted = train_critic(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for found in pools[2].run(critic_of, plan, str(tmp_path)):
-        for mine, other in zip(found, wanted, strict=True):
+    for result in pools[2].run(critic_of, plan, str(tmp_path)):
+        for mine, other in zip(result, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
@@ -171,11 +171,11 @@ def test_in_a_part_of_a_module():
 
     def loop(model, optimizer):
         seen = train_critic(model, optimizer)[:2]
-        held = list(model.parameters())
-        found = torch.autograd.grad(model(X).square().mean(), held, create_graph=True)
+        stored = list(model.parameters())
+        gradients = torch.autograd.grad(model(X).square().mean(), stored, create_graph=True)
         optimizer.zero_grad()
-        sum(gradient.square().sum() for gradient in found).backward()
-        return [*seen, *(gradient.detach() for gradient in found), *(p.grad for p in held)]
+        sum(gradient.square().sum() for gradient in gradients).backward()
+        return [*seen, *(gradient.detach() for gradient in gradients), *(p.grad for p in stored)]
 
     agree(Whole, "dp=2", loop, parts=["part"])
 
@@ -185,10 +185,10 @@ def test_a_norm_of_parameters_has_a_gradient_and_no_second_one(plan):
     def loop(norm_of):
         def run(model, optimizer):
             model(X, LABELS)
-            held = list(model.parameters())
-            penalty = sum(norm_of(p) for p in held)
-            found = torch.autograd.grad(model(X, LABELS) + penalty, held, create_graph=True)
-            sum(gradient.square().sum() for gradient in found).backward()
+            stored = list(model.parameters())
+            penalty = sum(norm_of(p) for p in stored)
+            grads = torch.autograd.grad(model(X, LABELS) + penalty, stored, create_graph=True)
+            sum(gradient.square().sum() for gradient in grads).backward()
             return gradients(model)
 
         return run

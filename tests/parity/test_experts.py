@@ -48,10 +48,10 @@ def example(rows: int = 8) -> tuple[tuple, dict]:
 def starved() -> nn.Module:
     """Six experts of which the last two are never chosen: two of the first four always have positive scores."""
     model = mixtral(experts=6)
-    for name, held in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
             with torch.no_grad():
-                held[1], held[3], held[4:] = -held[0], -held[2], 0.0
+                parameter[1], parameter[3], parameter[4:] = -parameter[0], -parameter[2], 0.0
     return model
 
 
@@ -80,7 +80,7 @@ def test_experts_that_get_no_token():
     model = starved()
     for module in model.modules():
         if type(module).__name__ == "MixtralExperts":
-            module.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
+            module.register_forward_pre_hook(lambda _, value: chosen.append(value[1]))
     model(**example(6)[1])
     counts = torch.bincount(torch.cat([index.reshape(-1) for index in chosen]), minlength=6)
     assert counts[4:].sum() == 0
@@ -105,8 +105,8 @@ def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
     program = compile_program(mixtral().train(), *example(), PlanRequest.read("ep=2"), 2).program
     kinds = [op.target for op in program.body]
     assert kinds.count("runtime.experts") == 2
-    held = {one.name: one.layout for one in program.parameters if ".experts." in one.name}
-    assert all(layout.shard_of("ep") is not None for layout in held.values())
+    by_key = {parameter.name: parameter.layout for parameter in program.parameters if ".experts." in parameter.name}
+    assert all(layout.shard_of("ep") is not None for layout in by_key.values())
 
 
 def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():
@@ -114,13 +114,13 @@ def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():
     model = mixtral()
     call = next(iter(capture(model, *example()).opaques.values()))
     layer = model.get_submodule(call.path)
-    part = OpaqueModule(call, OpaqueBody(layer), [held.training for held in layer.modules()])
-    state = {name: held.detach().clone() for name, held in layer.named_parameters()}
-    alive = [weakref.ref(held) for held in state.values()]
+    part = OpaqueModule(call, OpaqueBody(layer), [module.training for module in layer.modules()])
+    state = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    alive = [weakref.ref(value) for value in state.values()]
     tokens, chosen = torch.randn(48, 16), torch.randint(4, (48, 2))
     part([tokens, chosen, torch.ones(48, 2)], state)
     del state
-    assert alive and not any(held() is not None for held in alive)
+    assert alive and not any(value() is not None for value in alive)
 
 
 class Experts(nn.Module):
@@ -132,13 +132,13 @@ class Experts(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, hidden, index, weights):
-        made = torch.zeros_like(hidden)
+        zeros = torch.zeros_like(hidden)
         for expert in range(self.weight.shape[0]):
             token, which = torch.where(index == expert)
             if len(token):
-                one = torch.tanh(hidden[token] @ self.weight[expert]) * self.scale
-                made = made.index_add(0, token, one * weights[token, which, None])
-        return made
+                first = torch.tanh(hidden[token] @ self.weight[expert]) * self.scale
+                zeros = zeros.index_add(0, token, first * weights[token, which, None])
+        return zeros
 
 
 class Mixture(nn.Module):

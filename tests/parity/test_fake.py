@@ -34,11 +34,11 @@ class Shapes(TorchDispatchMode):
         self.seen: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(found):
+        actual = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(actual):
             if isinstance(leaf, torch.Tensor):
                 self.seen.add(tuple(leaf.shape))
-        return found
+        return actual
 
 
 def run_rank(rank: int, directory: str) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def run_rank(rank: int, directory: str) -> dict[str, Any]:
         return {
             "forward": list(forward), "backward": list(backward), "shapes": shapes.seen, "program": program,
             "text": model.generated.read_text(), "loss": tuple(loss.shape), "world": dist.get_world_size(),
-            "shards": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.specs},
-            "gradients": {held.name: tuple(holding.parameters[held.name].grad.shape) for held in holding.specs},
+            "shards": {spec.name: tuple(holding.parameters[spec.name].shape) for spec in holding.specs},
+            "gradients": {spec.name: tuple(holding.parameters[spec.name].grad.shape) for spec in holding.specs},
         }  # fmt: skip
     finally:
         dist.destroy_process_group()
@@ -112,11 +112,11 @@ def test_values_have_the_shapes_that_their_layouts_say(runs, rank):
 def test_shards_and_gradients_have_their_local_shapes(runs, rank):
     program, shards = runs[rank]["program"], runs[rank]["shards"]
     sizes, at = program.mesh.sizes, dict(program.mesh.coordinates(rank))
-    for held in program.parameters:
-        if held.name in shards:
-            whole = program.graph.values[held.value].shape
-            assert shards[held.name] == held.layout.local_shape(whole, sizes, at)
-            assert runs[rank]["gradients"][held.name] == shards[held.name]
+    for parameter in program.parameters:
+        if parameter.name in shards:
+            whole = program.graph.values[parameter.value].shape
+            assert shards[parameter.name] == parameter.layout.local_shape(whole, sizes, at)
+            assert runs[rank]["gradients"][parameter.name] == shards[parameter.name]
     assert shards["blocks.0.attn.qkv.weight"] == (3 * 32 // TP, 32)
     assert shards["blocks.0.down.weight"] == (32, 128 // TP)
 

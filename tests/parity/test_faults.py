@@ -28,7 +28,7 @@ def fail(pool, plan, policy, tmp_path, shared=1):
     answers = pool.try_run(train, plan, policy, str(tmp_path), timeout=LIMIT)
     assert time.monotonic() - start < SOON
     assert not any(fine for fine, _ in answers)
-    return [held for _, held in answers]
+    return [answer for _, answer in answers]
 
 
 @pytest.mark.parametrize(

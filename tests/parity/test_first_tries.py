@@ -125,8 +125,8 @@ def test_a_random_pooling_is_the_same_on_all_ranks_and_takes_what_is_there():
 
 @pytest.mark.parametrize("plan", ["auto", "dp=2", "zero3=2"])
 def test_a_model_without_ops_returns_what_it_is_given(plan):
-    for found in run_ranks(2, lambda rank: parallelize(nn.Identity(), plan=plan)(X)):
-        assert torch.equal(found, X)
+    for result in run_ranks(2, lambda rank: parallelize(nn.Identity(), plan=plan)(X)):
+        assert torch.equal(result, X)
 
 
 # -- containers ----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_sequential_model_is_looked_into_as_one(plan):
             model(X).square().mean().backward()
             seen.append(model[0].weight.grad.norm() + model[2].weight.detach().norm())
             optimizer.step()
-        return [torch.as_tensor(one).clone() for one in seen] + parameters(model)
+        return [torch.as_tensor(value).clone() for value in seen] + parameters(model)
 
     agree(make, plan, loop)
 

@@ -47,7 +47,7 @@ class ConvolvedRow(nn.Module):
         b, s, _ = x.shape
         y = F.silu(self.conv(self.qkv(x).transpose(1, 2))[:, :, :s]).transpose(1, 2)
         q, k, v = y.split([16, 16, 32], -1)
-        q, k = (held.view(b, s, 2, 8).repeat_interleave(2, 2).transpose(1, 2) for held in (q, k))
+        q, k = (value.view(b, s, 2, 8).repeat_interleave(2, 2).transpose(1, 2) for value in (q, k))
         y = F.scaled_dot_product_attention(q, k, v.view(b, s, 4, 8).transpose(1, 2))
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -76,14 +76,14 @@ class Rotated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k = (held(x).view(b, s, -1, 8).transpose(1, 2) for held in (self.q, self.k))
+        q, k = (value(x).view(b, s, -1, 8).transpose(1, 2) for value in (self.q, self.k))
         q = torch.cat([q[..., :8].cos(), q[..., 8:]], -1)
         k = k.repeat_interleave(2, 1, output_size=4)
         q, k = q.reshape(b * 4, s, 8), k.reshape(b * 4, s, 8)
         return self.out((q @ k.transpose(1, 2) @ q).view(b, 4, s, 8).transpose(1, 2).reshape(b, s, 32))
 
 
-class Taken(nn.Module):
+class TakenApart(nn.Module):
     """What a flip makes whole is taken apart again and seen in another shape: a share has strides of the whole."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class Taken(nn.Module):
         return self.down(self.mix(y).reshape(b, s, 32))
 
 
-FOUND = {
+MODELS = {
     "rotated": (Rotated, (4, 6, 8)),
-    "taken": (Taken, (4, 6, 8)),
+    "taken": (TakenApart, (4, 6, 8)),
     "einsum": (Einsum, (4, 6, 8)),
     "resized": (Resized, (4, 6, 8)),
     "convolved row": (ConvolvedRow, (4, 6, 8)),
@@ -109,8 +109,8 @@ FOUND = {
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", MODELS)
 def test_it_does_what_the_original_does(name, plan):
     torch.manual_seed(0)
-    make, shape = FOUND[name]
+    make, shape = MODELS[name]
     verify(make(), plan, example=(torch.randn(shape),), method="threads").raise_on_failure()

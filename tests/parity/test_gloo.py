@@ -21,9 +21,9 @@ LIMIT = 120.0  # seconds for one model under one plan, on a busy machine
 
 def faults(pools, tmp_path, model, plan, dtype, kinds):
     wanted = {kind: single.reference(model, dtype, kind) for kind in kinds}
-    held = single.sendable(model, dtype)
+    payload = single.sendable(model, dtype)
     count = RANKS.get(plan, 4)
-    ranks = pools[count].run(single.parity, model, plan, dtype, wanted, held, str(tmp_path), timeout=LIMIT)
+    ranks = pools[count].run(single.parity, model, plan, dtype, wanted, payload, str(tmp_path), timeout=LIMIT)
     assert len(ranks) == count
     return [fault for rank in ranks for fault in rank]
 

@@ -28,8 +28,8 @@ def compiled(model):
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_of_parameters_given_to_the_caller(plan):
     def loop(model, optimizer):
-        held = list(compiled(model).parameters())
-        for parameter, gradient in zip(held, torch.autograd.grad(model(X, LABELS), held), strict=True):
+        stored = list(compiled(model).parameters())
+        for parameter, gradient in zip(stored, torch.autograd.grad(model(X, LABELS), stored), strict=True):
             assert parameter.grad is None
             parameter.grad = gradient
         seen = gradients(model)
@@ -44,9 +44,9 @@ def test_a_penalty_on_the_gradients_of_parameters(plan):
     """As MAML and sharpness penalties have it: gradients of parameters, which have gradients."""
 
     def loop(model, optimizer):
-        held = list(compiled(model).parameters())
-        found = torch.autograd.grad(model(X, LABELS), held, create_graph=True)
-        sharpness = sum(gradient.square().sum() for gradient in found)
+        stored = list(compiled(model).parameters())
+        grads = torch.autograd.grad(model(X, LABELS), stored, create_graph=True)
+        sharpness = sum(gradient.square().sum() for gradient in grads)
         sharpness.backward()
         return [sharpness.detach().clone(), *gradients(model)]
 
@@ -58,7 +58,7 @@ def test_gradients_of_inputs_leave_parameters_alone(plan):
     def loop(model, optimizer):
         x = X.clone().requires_grad_()
         (slope,) = torch.autograd.grad(model(x, LABELS), x)
-        assert all(held.grad is None for held in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
         return [slope]
 
     agree(Classifier, plan, loop)
@@ -68,8 +68,8 @@ def test_gradients_of_inputs_leave_parameters_alone(plan):
 @pytest.mark.parametrize("plan", SPLIT)
 def test_gradients_of_parameters_that_are_left_behind_are_refused(plan, unused):
     def loop(model, optimizer):
-        held = list(model.parameters())  # of a model that is not compiled yet
-        return list(torch.autograd.grad(model(X, LABELS), held, allow_unused=unused))
+        stored = list(model.parameters())  # of a model that is not compiled yet
+        return list(torch.autograd.grad(model(X, LABELS), stored, allow_unused=unused))
 
     with pytest.raises(InputError, match=r"is not trained any more.*example="):
         on_ranks(Classifier, plan, loop)
@@ -99,7 +99,7 @@ def test_a_parameter_of_two_stages_is_refused():
 @pytest.mark.parametrize("plan", PLANS)
 def test_only_the_parameters_that_are_named_get_a_gradient(plan):
     def loop(model, optimizer):
-        named = [held for key, held in compiled(model).named_parameters() if "weight" in key]
+        named = [parameter for key, parameter in compiled(model).named_parameters() if "weight" in key]
         model(X, LABELS).backward(inputs=named)
         return gradients(model)
 
@@ -177,7 +177,7 @@ def test_a_backward_after_a_step_through_a_graph_of_before_is_refused():
         return []
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loop(held := Classifier().double(), torch.optim.SGD(held.parameters(), lr=0.1))
+        loop(stored := Classifier().double(), torch.optim.SGD(stored.parameters(), lr=0.1))
     with pytest.raises(InputError, match="has changed since the forward"):
         on_ranks_only(Classifier, "zero3=2", loop)
 
@@ -204,8 +204,8 @@ def test_parameters_are_frozen_and_thawed_later(plan):
         compiled(model)
         seen = []
         for needs in (True, False, True):
-            for key, held in model.named_parameters():
-                held.requires_grad_(needs or "up" not in key)
+            for key, parameter in model.named_parameters():
+                parameter.requires_grad_(needs or "up" not in key)
             optimizer.zero_grad()
             model(X, LABELS).backward()
             optimizer.step()
@@ -220,8 +220,8 @@ def test_what_is_frozen_before_the_first_call_is_not_trained_until_it_is_thawed(
     def loop(model, optimizer):
         seen = []
         for needs in (False, True):
-            for key, held in model.named_parameters():
-                held.requires_grad_(needs or "down" in key)
+            for key, parameter in model.named_parameters():
+                parameter.requires_grad_(needs or "down" in key)
             optimizer.zero_grad()
             seen.append(model(X, LABELS))
             seen[-1].backward()
@@ -342,7 +342,7 @@ def test_sparse_tables_train_as_on_one_device(plan, optimizer):
         return parameters(model)
 
     options = {"microbatches": 1} if plan == "pp=2" else {}
-    agree(Tables, plan, loop, lambda held: optimizer(held, lr=0.1), **options)
+    agree(Tables, plan, loop, lambda value: optimizer(value, lr=0.1), **options)
 
 
 # -- what is done between a forward and its backward -------------------------------------------

@@ -22,9 +22,9 @@ from .threaded import world_of
 def single(name, loss=lambda model, args: model(*args)):
     """The loss and the gradients of the whole batch on one device."""
     case = ZOO[name](dtype=torch.float64)
-    found = loss(case.module, case.args)
-    found.backward()
-    return [found.detach(), *gradients(case.module)]
+    actual = loss(case.module, case.args)
+    actual.backward()
+    return [actual.detach(), *gradients(case.module)]
 
 
 def cases_of(name, count, **options):
@@ -32,16 +32,16 @@ def cases_of(name, count, **options):
     return [ZOO[name](dtype=torch.float64, **options) for _ in range(count)]
 
 
-def assert_close(found, wanted):
-    scale = max(float(held.abs().max()) for held in wanted)
-    assert len(found) == len(wanted)
-    for mine, other in zip(found, wanted, strict=True):
+def assert_close(actual, wanted):
+    scale = max(float(expected.abs().max()) for expected in wanted)
+    assert len(actual) == len(wanted)
+    for mine, other in zip(actual, wanted, strict=True):
         assert float((mine - other).abs().max()) <= 1e-10 * scale
 
 
 def rows_of(args, part, parts):
     size = args[0].shape[0] // parts
-    return tuple(held[part * size : (part + 1) * size] for held in args)
+    return tuple(argument[part * size : (part + 1) * size] for argument in args)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "zero3=2", "dp=2,tp=2"])
@@ -59,8 +59,8 @@ def test_rows_of_every_group_give_the_exact_global_mean(tmp_path, plan, name):
         loss.backward()
         return [loss.detach(), *gradients(model)]
 
-    for found in run_ranks(world_of(plan), run, timeout=120):
-        assert_close(found, single(name))
+    for result in run_ranks(world_of(plan), run, timeout=120):
+        assert_close(result, single(name))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,tp=2"])
@@ -82,10 +82,10 @@ def test_a_loss_outside_of_the_model_has_the_gradient_of_the_mean_over_groups(tm
         return group, loss.detach(), gradients(model)
 
     _, *wanted = single("gpt", outside)
-    found = run_ranks(world_of(plan), run, timeout=120)
-    for _, _, held in found:
-        assert_close(held, wanted)
-    losses = {group: loss for group, loss, _ in found}
+    results = run_ranks(world_of(plan), run, timeout=120)
+    for _, _, value in results:
+        assert_close(value, wanted)
+    losses = {group: loss for group, loss, _ in results}
     assert losses[0] != losses[1]  # each group sees the loss of its rows, as with DDP
     assert_close([(losses[0] + losses[1]) / 2], [single("gpt", outside)[0]])
 
@@ -101,8 +101,8 @@ def test_gathered_rows_are_one_global_batch(tmp_path, plan):
         loss.backward()
         return [loss.detach(), *gradients(model)]
 
-    for found in run_ranks(2, run, timeout=120):
-        assert_close(found, single("gpt_ignore"))
+    for result in run_ranks(2, run, timeout=120):
+        assert_close(result, single("gpt_ignore"))
 
 
 # Names and state.
@@ -134,10 +134,10 @@ def test_a_parameter_that_is_never_used_has_no_gradient_and_stays(tmp_path, plan
         model, optimizer = parallelize(module, optimizer, plan=plan, compile={"directory": tmp_path})
         for _ in range(2):
             model(x).backward()
-            held = {key: p.grad is None for key, p in model.named_parameters()}
+            by_key = {key: p.grad is None for key, p in model.named_parameters()}
             optimizer.step()
             optimizer.zero_grad()
-        return held, model.full_state_dict()
+        return by_key, model.full_state_dict()
 
     for missing, whole in run_ranks(2, run):
         assert missing == {"up.weight": False, "up.bias": False, "idle.weight": True, "idle.bias": True}
@@ -153,7 +153,7 @@ def test_names_and_keys_are_the_original_ones(tmp_path, name):
     def run(rank):
         module, args, kwargs = cases[rank]
         model = parallelize(module, plan="tp=2", example=(args, kwargs), compile={"directory": tmp_path})
-        names = [[key for key, _ in held()] for held in (model.named_parameters, model.named_buffers)]
+        names = [[key for key, _ in value()] for value in (model.named_parameters, model.named_buffers)]
         return names, list(model.state_dict()), model.full_state_dict()
 
     for (parameters, buffers), keys, whole in run_ranks(2, run, timeout=120):
@@ -162,17 +162,17 @@ def test_names_and_keys_are_the_original_ones(tmp_path, name):
         assert set(keys) == set(case.module.state_dict())
         fresh = ZOO[name](seed=1).module
         fresh.load_state_dict(whole)
-        for key, held in fresh.state_dict().items():
-            assert torch.equal(held, case.module.state_dict()[key]), key
+        for key, tensor in fresh.state_dict().items():
+            assert torch.equal(tensor, case.module.state_dict()[key]), key
 
 
 @pytest.mark.parametrize(("before", "after"), [("tp=2", "zero3=2"), ("zero3=2", "dp=2"), ("dp=2", "tp=2")])
 def test_a_checkpoint_goes_from_one_plan_to_another(pools, tmp_path, before, after):
     saved = pools[2].run(save, before, str(tmp_path), timeout=120)
-    for found in pools[2].run(load, after, str(tmp_path), timeout=120):
-        assert found.keys() == saved[0].keys()
-        for key, held in found.items():
-            assert torch.equal(held, saved[0][key]), key
+    for result in pools[2].run(load, after, str(tmp_path), timeout=120):
+        assert result.keys() == saved[0].keys()
+        for key, value in result.items():
+            assert torch.equal(value, saved[0][key]), key
 
 
 def save(rank, plan, directory):
@@ -182,7 +182,7 @@ def save(rank, plan, directory):
     model(*case.args).backward()
     optimizer.step()
     values = model.state_dict()
-    assert any(isinstance(held, ShardTensor) for held in values.values()) == (plan == "tp=2")
+    assert any(isinstance(value, ShardTensor) for value in values.values()) == (plan == "tp=2")
     dcp.save(values, checkpoint_id=f"{directory}/saved")
     return model.full_state_dict()
 

@@ -94,11 +94,11 @@ def test_two_optimizers_each_train_their_half(tmp_path, plan):
 
     def run(rank):
         model = two()
-        made, optimizers = parallelize(
+        built, optimizers = parallelize(
             model, [sgd(model.first), sgd(model.second)], plan=plan, example=(X,), compile={"directory": tmp_path}
         )
-        train(made, *optimizers)
-        return made.full_state_dict()
+        train(built, *optimizers)
+        return built.full_state_dict()
 
     for values in run_ranks(world_of(plan), run):
         for key, value in wanted.state_dict().items():
@@ -111,10 +111,10 @@ def test_a_parameter_that_is_listed_twice_is_updated_as_often_as_on_one_device(t
         weight = model.first.weight
         with pytest.warns(UserWarning, match="duplicate parameters"):
             optimizer = torch.optim.SGD([weight, weight, *list(model.parameters())[1:]], lr=0.5)
-        made, optimizer = make(model, optimizer)
-        made(X).backward()
+        built, optimizer = make(model, optimizer)
+        built(X).backward()
         optimizer.step()
-        return made.state_dict()
+        return built.state_dict()
 
     wanted = train(lambda model, optimizer: (model, optimizer))
     for key, value in train(lambda model, optimizer: on_one(model, optimizer, tmp_path)).items():
@@ -161,8 +161,8 @@ def test_a_second_optimizer_that_was_not_passed_does_not_train_in_vain(tmp_path,
     model = two()
     second = sgd(model.second)
     with pytest.warns(UserWarning, match=r"pass all of them"):
-        made, first = on_one(model, sgd(model.first), tmp_path, example=example)
-    made(X).backward()
+        built, first = on_one(model, sgd(model.first), tmp_path, example=example)
+    built(X).backward()
     first.step()
     with pytest.raises(InputError, match=r"second\.weight .* is not trained any more.*\[first, second\]"):
         second.step()
@@ -178,9 +178,9 @@ def test_an_optimizer_can_t_be_made_of_what_is_left_behind(tmp_path):
 
 
 def test_an_optimizer_of_a_model_that_is_not_compiled_yet_does_not_train_in_vain(tmp_path):
-    made = on_one(two(), None, tmp_path, example=None)
-    optimizer = sgd(made)
-    made(X).backward()
+    compiled = on_one(two(), None, tmp_path, example=None)
+    optimizer = sgd(compiled)
+    compiled(X).backward()
     with pytest.raises(InputError, match=r"is not trained any more.*example="):
         optimizer.step()
 
@@ -192,11 +192,11 @@ def test_an_optimizer_made_of_the_compiled_parameters_trains_them(tmp_path, plan
     sgd(wanted).step()
 
     def run(rank):
-        made = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
-        optimizer = sgd(made)
-        made(X).backward()
+        compiled = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
+        optimizer = sgd(compiled)
+        compiled(X).backward()
         optimizer.step()
-        return made.full_state_dict()
+        return compiled.full_state_dict()
 
     for values in run_ranks(2, run):
         for key, value in wanted.state_dict().items():
@@ -214,10 +214,10 @@ def test_an_optimizer_made_of_the_compiled_parameters_trains_them(tmp_path, plan
 )
 def test_where_it_would_be_wrong_it_has_to_be_passed(tmp_path, plan, kind, message):
     def run(rank):
-        made = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
-        optimizer = kind(made.parameters(), lr=0.1)
-        made(X).backward()
-        optimizer.step(lambda: made(X))
+        compiled = parallelize(two(), plan=plan, example=(X,), compile={"directory": tmp_path})
+        optimizer = kind(compiled.parameters(), lr=0.1)
+        compiled(X).backward()
+        optimizer.step(lambda: compiled(X))
 
     with pytest.raises(InputError, match=f"did not have when it was passed to sw.parallelize: .*{message}"):
         run_ranks(2, run)
@@ -227,12 +227,12 @@ def test_a_group_that_is_added_later_has_to_be_there_before_where_it_would_be_wr
     def run(rank):
         model = two()
         model.second.requires_grad_(False)
-        made, optimizer = parallelize(
+        built, optimizer = parallelize(
             model, sgd(model.first), plan="zero1=2", example=(X,), compile={"directory": tmp_path}
         )
-        made(X).backward()
+        built(X).backward()
         optimizer.step()
-        optimizer.add_param_group({"params": [made.first.weight]})
+        optimizer.add_param_group({"params": [built.first.weight]})
         optimizer.step()
 
     with pytest.raises(InputError, match=r"first\.weight is updated through a share.*with all param groups"):
@@ -250,8 +250,8 @@ def test_a_step_of_elements_still_runs_without_interceptions(tmp_path, monkeypat
 
     monkeypatch.setattr("shardwright.runtime.optimizer.adopt.fused", fused)
     model = two()
-    made, optimizer = on_one(model, sgd(model), tmp_path)
-    made(X).backward()
+    built, optimizer = on_one(model, sgd(model), tmp_path)
+    built(X).backward()
     optimizer.step()
     hook = register_optimizer_step_pre_hook(lambda *_: None)
     optimizer.step()
@@ -263,10 +263,10 @@ def test_a_step_of_elements_still_runs_without_interceptions(tmp_path, monkeypat
 
 
 def trained(model, folder):
-    made, optimizer = on_one(model, sgd(model), folder)
-    made(X).backward()
+    built, optimizer = on_one(model, sgd(model), folder)
+    built(X).backward()
     optimizer.step()
-    return made
+    return built
 
 
 USES = {
@@ -280,21 +280,21 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_the_original_says_that_it_is_stale(tmp_path, use):
     model = two()
-    made = trained(model, tmp_path)
+    trained_model = trained(model, tmp_path)
     with pytest.raises(InputError, match=r"(?s)first\.weight .*values of before.*full_state_dict"):
         USES[use](model)
-    del made
+    del trained_model
     with pytest.raises(InputError, match=r"(?s)first\.weight .*values of before"):
         USES[use](model)
 
 
 def test_the_original_is_right_as_long_as_nothing_was_trained(tmp_path):
     model = two()
-    made = on_one(model, sgd(model), tmp_path)[0]
-    torch.testing.assert_close(model(X), made(X))
+    compiled = on_one(model, sgd(model), tmp_path)[0]
+    torch.testing.assert_close(model(X), compiled(X))
     assert all(torch.equal(value, FRESH.state_dict()[key]) for key, value in model.state_dict().items())
-    torch.testing.assert_close(copy.deepcopy(model)(X), made(X))
-    torch.testing.assert_close(on_one(model, None, tmp_path)(X), made(X))
+    torch.testing.assert_close(copy.deepcopy(model)(X), compiled(X))
+    torch.testing.assert_close(on_one(model, None, tmp_path)(X), compiled(X))
     assert sum(parameter.numel() for parameter in model.parameters()) == 76
 
 
@@ -305,10 +305,10 @@ class Own(nn.Parameter):
 def test_parameters_of_a_class_of_their_own_are_left_behind_too(tmp_path):
     model = two()
     model.first.weight = Own(model.first.weight.detach())
-    made = trained(model, tmp_path)
+    trained_model = trained(model, tmp_path)
     with pytest.raises(InputError, match=r"first\.weight .*values of before"):
         model(X)
-    assert made is not None
+    assert trained_model is not None
 
 
 def test_in_a_pipeline_the_original_is_right_until_something_is_trained(tmp_path):
@@ -316,12 +316,12 @@ def test_in_a_pipeline_the_original_is_right_until_something_is_trained(tmp_path
 
     def run(rank):
         model = two()
-        made = parallelize(
+        compiled = parallelize(
             model, plan="pp=2", example=(X,), pipeline={"microbatches": 1}, compile={"directory": tmp_path}
         )
         torch.testing.assert_close(model(X), two()(X))
         with torch.no_grad():
-            next(made.parameters()).zero_()
+            next(compiled.parameters()).zero_()
         with pytest.raises(InputError, match="values of before"):
             model(X)
 
@@ -340,7 +340,7 @@ def test_in_a_pipeline_the_original_is_right_until_something_is_trained(tmp_path
 )
 def test_training_the_original_is_refused(tmp_path, train):
     model = two()
-    made = trained(model, tmp_path)
+    trained_model = trained(model, tmp_path)
     with pytest.raises(InputError, match="first"):
         train(model)
-    assert made is not None
+    assert trained_model is not None

@@ -36,9 +36,9 @@ def test_a_scheduler_made_before_keeps_working():
     schedulers = {}
 
     def make(parameters):
-        made = torch.optim.SGD(parameters, lr=0.1)
-        schedulers[id(made)] = torch.optim.lr_scheduler.StepLR(made, step_size=1, gamma=0.5)
-        return made
+        sgd = torch.optim.SGD(parameters, lr=0.1)
+        schedulers[id(sgd)] = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
+        return sgd
 
     def loop(model, optimizer, case):
         seen = []
@@ -82,7 +82,7 @@ def accumulated(model, optimizer, case, skip=None):
     rows = case.args[0].shape[0] // 2
     for _ in range(2):
         for half in range(2):
-            args = [held[half * rows : (half + 1) * rows] for held in case.args]
+            args = [argument[half * rows : (half + 1) * rows] for argument in case.args]
             with skip(model) if skip and half == 0 else nullcontext():
                 (model(*args) / 2).backward()
         optimizer.step()
@@ -195,7 +195,7 @@ def test_another_batch_size_and_a_smaller_last_batch(plan):
     def loop(model, optimizer, case):
         seen = []
         for rows in (4, 2, 4):
-            model(*(held[:rows] for held in case.args)).backward()
+            model(*(argument[:rows] for argument in case.args)).backward()
             optimizer.step()
             seen += gradients(model)
             optimizer.zero_grad()
@@ -223,7 +223,7 @@ def test_other_models(name, plan):
 def test_frozen_parameters_stay_and_have_no_gradient():
     def loop(model, optimizer, case):
         seen = train(model, optimizer, case, steps=1)
-        frozen = [key for key, held in model.named_parameters() if not held.requires_grad]
+        frozen = [key for key, parameter in model.named_parameters() if not parameter.requires_grad]
         assert frozen == ["up.base.weight", "up.base.bias", "down.base.weight", "down.base.bias"]
         return seen
 

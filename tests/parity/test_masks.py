@@ -93,7 +93,7 @@ class Encoder(nn.Module):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, **options)
         self.register_buffer("causal", subsequent(5))
-        self.held = subsequent(5).double()
+        self.attribute = subsequent(5).double()
 
     def forward(self, x: Tensor, padding: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         return self.encoder(x, mask, padding).square().mean()
@@ -104,9 +104,9 @@ class Buffered(Encoder):
         return super().forward(x, None, self.causal)
 
 
-class Held(Encoder):
+class AsAttribute(Encoder):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, None, self.held)
+        return super().forward(x, None, self.attribute)
 
 
 class Padded(Encoder):
@@ -124,7 +124,7 @@ def padded() -> tuple[Tensor, Tensor]:
 def test_masks_that_the_model_holds_or_is_given(plan):
     torch.manual_seed(0)
     compare(Buffered(), padded()[:1], plan)
-    compare(Held(), padded()[:1], plan)
+    compare(AsAttribute(), padded()[:1], plan)
     compare(Padded(), padded(), plan)
     compare(Encoder(), padded(), plan)
 

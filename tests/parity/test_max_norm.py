@@ -100,13 +100,13 @@ def check(module: nn.Module, plan: str, **options) -> None:
         return losses, model.full_state_dict(), full
 
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for losses, found, full in run_ranks(world_of(plan), rank):
+    for losses, result, full in run_ranks(world_of(plan), rank):
         for mine, theirs in zip(losses, expected, strict=True):
             assert_close(mine, theirs, scale, "the loss")
         for key, gradient in full.items():
             assert_close(gradient, gradients[key], scale, f"the gradient of {key}")
         for key, parameter in wanted.items():
-            assert_close(found[key], parameter, scale, key)
+            assert_close(result[key], parameter, scale, key)
 
 
 @pytest.mark.parametrize("plan", ["single", "dp=2", "zero1=2", "zero2=2", "zero3=2", "tp=2", "dp=2,tp=2", "pp=2"])

@@ -56,6 +56,6 @@ def test_every_rank_gets_the_number_of_the_whole_batch(plan, tmp_path):
 
     net = Logged()
     net.load_state_dict(states)
-    found = run_ranks(2, run)
-    assert [type(number) for number in found] == [float, float]
-    assert found == pytest.approx([net(x)[1]] * 2, rel=1e-6)
+    results = run_ranks(2, run)
+    assert [type(number) for number in results] == [float, float]
+    assert results == pytest.approx([net(x)[1]] * 2, rel=1e-6)

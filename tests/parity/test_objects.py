@@ -83,21 +83,21 @@ def test_a_config_is_read_at_every_call(kind):
     torch.manual_seed(0)
     net, x, config = Scaled(), torch.randn(4, 8), CONFIGS[kind]()
     second = changed(copy.deepcopy(config))
-    expected = [net(x, held).item() for held in (config, second)]
+    expected = [net(x, value).item() for value in (config, second)]
 
     def run(rank: int) -> list[float]:
         mine = copy.deepcopy(config)
         model = parallelize(copy.deepcopy(net), plan="tp=2", example=(x, mine))
         return [model(x, mine).item(), model(x, changed(mine)).item()]
 
-    for found in run_ranks(2, run):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for result in run_ranks(2, run):
+        assert result == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("held", [object(), SimpleNamespace(scale=2.0, function=print)])
-def test_what_can_not_be_compared_is_refused(held):
+@pytest.mark.parametrize("argument", [object(), SimpleNamespace(scale=2.0, function=print)])
+def test_what_can_not_be_compared_is_refused(argument):
     with pytest.raises(CaptureError, match=r"(?s)can't capture Scaled.*An argument is a .*plain objects of these"):
-        capture(Scaled(), (torch.randn(4, 8), held))
+        capture(Scaled(), (torch.randn(4, 8), argument))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
@@ -116,11 +116,11 @@ def test_an_object_that_torch_meets_for_the_first_time_in_a_call_is_looked_into(
         mine.load_state_dict(plain.state_dict())
         return parallelize(mine, plan=plan)(kind(rows, 2.0, torch.ones(8))).item()
 
-    for found in run_ranks(2, run):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for result in run_ranks(2, run):
+        assert result == pytest.approx(expected, rel=1e-5)
 
 
-class Told(nn.Module):
+class Configured(nn.Module):
     """Is told how to compute: a dtype, a part of its columns, and which of its layers to use."""
 
     def __init__(self) -> None:
@@ -135,13 +135,13 @@ class Told(nn.Module):
 
 def test_values_that_are_no_numbers_are_fixed_until_they_change(tmp_path):
     torch.manual_seed(0)
-    x, original = torch.randn(4, 8), Told()
+    x, original = torch.randn(4, 8), Configured()
     calls = [(torch.float64, slice(0, 4), range(2)), (torch.float64, slice(2, 8), range(0, 3, 2))]
 
     def run(rank: int) -> list[Tensor]:
         model = parallelize(copy.deepcopy(original), plan="dp=2", compile={"directory": tmp_path})
-        return [model(x, *given).detach() for given in calls]
+        return [model(x, *value).detach() for value in calls]
 
-    for found in run_ranks(2, run):
-        for loss, given in zip(found, calls, strict=True):
-            torch.testing.assert_close(loss, original(x, *given).detach())
+    for result in run_ranks(2, run):
+        for loss, call in zip(result, calls, strict=True):
+            torch.testing.assert_close(loss, original(x, *call).detach())

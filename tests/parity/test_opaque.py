@@ -154,21 +154,21 @@ def test_the_ordinary_loop_another_batch_size_and_eval():
     """Every program asks again what its opaque parts return, and they go on remembering."""
     torch.manual_seed(3)
     net = Net(Branching(), Rows(), batch=True, drop=0.0).double()
-    x, y = (held.double() for held in data())
+    x, y = (batch.double() for batch in data())
     original = copy.deepcopy(net)
     steps = [(x, y), (x[:4], y[:4]), (x, y)]
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        found = []
-        for one, other in steps:
-            loss = model(one, other)
+        collected = []
+        for step, other in steps:
+            loss = model(step, other)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
+            collected.append(loss.item())
         model.eval()
-        found.append(model(x, y).item())
-        return found
+        collected.append(model(x, y).item())
+        return collected
 
     expected = run(original, torch.optim.SGD(original.parameters(), lr=0.1))
     folder = tempfile.mkdtemp()
@@ -181,34 +181,34 @@ def test_the_ordinary_loop_another_batch_size_and_eval():
 
     for losses, state in run_ranks(2, rank):
         assert losses == pytest.approx(expected, abs=1e-10)
-        for key, held in original.state_dict().items():
-            torch.testing.assert_close(state[key], held, rtol=1e-10, atol=1e-10)
+        for key, tensor in original.state_dict().items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-10)
 
 
 def test_a_part_that_is_put_to_eval_on_its_own():
     net = Net(Branching(), Rows(), drop=0.0).double()
-    x, y = (held.double() for held in data())
+    x, y = (batch.double() for batch in data())
     folder = tempfile.mkdtemp()
 
     def rank(number: int) -> tuple[float, float, torch.Tensor]:
         model = sw.parallelize(copy.deepcopy(net), plan="dp=2", compile={"directory": folder})
-        one = model(x, y).item()
+        left = model(x, y).item()
         model.odd.eval()
-        return one, model(x, y).item(), model.odd.norm.running_mean.clone()
+        return left, model(x, y).item(), model.odd.norm.running_mean.clone()
 
     original = copy.deepcopy(net)
-    one = original(x, y).item()
+    first = original(x, y).item()
     original.odd.eval()
     other, mean = original(x, y).item(), original.odd.norm.running_mean
-    assert abs(one - other) > 1e-3
-    for found in run_ranks(2, rank):
-        assert found[:2] == pytest.approx((one, other), abs=1e-10)
-        torch.testing.assert_close(found[2], mean, rtol=1e-10, atol=1e-10)
+    assert abs(first - other) > 1e-3
+    for result in run_ranks(2, rank):
+        assert result[:2] == pytest.approx((first, other), abs=1e-10)
+        torch.testing.assert_close(result[2], mean, rtol=1e-10, atol=1e-10)
 
 
 def test_rows_mode():
     net = Net(Branching(), Rows(), drop=0.0).double()
-    x, y = (held.double() for held in data())
+    x, y = (batch.double() for batch in data())
     expected = copy.deepcopy(net)(x, y)
     folder = tempfile.mkdtemp()
 
@@ -225,8 +225,8 @@ def job(rank: int, state: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Ten
     net.load_state_dict(state)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model, optimizer = sw.parallelize(net, optimizer, plan="zero3=2", compile={"directory": folder})
-    found = [train(model, optimizer, x, y), train(model, optimizer, x[:4], y[:4])]
-    return [*found, model.eval()(x, y).item()]
+    actual = [train(model, optimizer, x, y), train(model, optimizer, x[:4], y[:4])]
+    return [*actual, model.eval()(x, y).item()]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -240,8 +240,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
 def test_on_processes(pools, tmp_path):
     """A smaller batch and eval are programs of their own, for which the whole model is gathered and run once."""
     net = Net(Branching(), Rows(), drop=0.0).double()
-    x, y = (held.double() for held in data())
-    found = pools[2].run(job, copy.deepcopy(net.state_dict()), x, y, str(tmp_path))
+    x, y = (batch.double() for batch in data())
+    results = pools[2].run(job, copy.deepcopy(net.state_dict()), x, y, str(tmp_path))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     expected = [train(net, optimizer, x, y), train(net, optimizer, x[:4], y[:4]), net.eval()(x, y).item()]
-    assert found == [pytest.approx(expected, abs=1e-10)] * 2
+    assert results == [pytest.approx(expected, abs=1e-10)] * 2

@@ -41,17 +41,17 @@ PLANS = ("tp=2", "zero1=2", "zero3=2", "pp=2")
 
 
 def test_every_class_of_torch_is_here():
-    known = {name for name, held in vars(optim).items() if isinstance(held, type) and issubclass(held, optim.Optimizer)}
+    known = {name for name, var in vars(optim).items() if isinstance(var, type) and issubclass(var, optim.Optimizer)}
     assert {name.split()[0] for name in KINDS} | set(ODD) == known - {"Optimizer"}
 
 
 def groups_of(module, kind):
     """Two groups with settings of their own; Muon takes matrices only."""
-    weights = [held for held in module.parameters() if held.dim() == 2]
-    rest = [held for held in module.parameters() if held.dim() != 2]
+    weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    rest = [parameter for parameter in module.parameters() if parameter.dim() != 2]
     if kind == "Muon":
-        for held in rest:
-            held.requires_grad_(False)
+        for value in rest:
+            value.requires_grad_(False)
         return [{"params": weights[:1], "lr": 3e-2}, {"params": weights[1:]}]
     return [{"params": weights, "lr": 2e-2}, {"params": rest}]
 
@@ -73,18 +73,18 @@ def test_classes(plan):
         wanted[kind] = train(case.module, KINDS[kind](groups_of(case.module, kind)), case)
 
     def rank(number):
-        found = {}
+        by_name = {}
         for kind, make in KINDS.items():
             case = cases[kind][number + 1]
-            made = make(groups_of(case.module, kind))
-            found[kind] = train(*parallelize(case.module, made, plan=plan, compile={"directory": folder}), case)
-        return found
+            model = make(groups_of(case.module, kind))
+            by_name[kind] = train(*parallelize(case.module, model, plan=plan, compile={"directory": folder}), case)
+        return by_name
 
-    for found in run_ranks(size, rank, timeout=200):
-        for kind, (rates, mine) in found.items():
+    for result in run_ranks(size, rank, timeout=200):
+        for kind, (rates, mine) in result.items():
             assert rates == wanted[kind][0]
-            for one, other in zip(mine, wanted[kind][1], strict=True):
-                assert float((one - other).abs().max()) <= 1e-9 * float(other.abs().max()), kind
+            for value, other in zip(mine, wanted[kind][1], strict=True):
+                assert float((value - other).abs().max()) <= 1e-9 * float(other.abs().max()), kind
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ class Output(OrderedDict[str, Any]):
     def __init_subclass__(cls) -> None:
         pytree.register_pytree_node(
             cls,
-            lambda made: (list(made.values()), list(made)),
-            lambda held, names: cls(**dict(zip(names, held, strict=True))),
+            lambda result: (list(result.values()), list(result)),
+            lambda value, names: cls(**dict(zip(names, value, strict=True))),
         )
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Pair:
         self.first, self.second = first, second
 
 
-pytree.register_pytree_node(Pair, lambda made: ([made.first, made.second], None), lambda held, _: Pair(*held))
+pytree.register_pytree_node(Pair, lambda result: ([result.first, result.second], None), lambda value, _: Pair(*value))
 
 
 class Net(nn.Module):
@@ -75,9 +75,9 @@ def test_an_output_without_names_for_its_children(tmp_path, kind, plan):
     def run(rank):
         return parallelize(nets[rank], plan=plan, example=(X,), compile={"directory": tmp_path})(X)
 
-    for found in run_ranks(2, run):
-        assert type(found) is type(wanted)
-        first, other = (found.first, wanted.first) if kind == "pair" else (found["sample"], wanted["sample"])
+    for result in run_ranks(2, run):
+        assert type(result) is type(wanted)
+        first, other = (result.first, wanted.first) if kind == "pair" else (result["sample"], wanted["sample"])
         torch.testing.assert_close(first, other, rtol=0, atol=1e-10)
 
 

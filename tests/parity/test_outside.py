@@ -24,12 +24,21 @@ def trained(model):
 @pytest.mark.parametrize("plan", PLANS)
 def test_numbers_about_parameters_and_gradients(plan):
     def loop(model, optimizer):
-        held = trained(model)
-        seen = [sum(p.grad.data.norm() ** 2 for p in held), sum(p.data.norm() for p in held)]
-        seen += [sum(p.detach().abs().sum() for p in held), torch.stack([p.grad.abs().max() for p in held])]
-        seen += [torch.stack([p.grad.detach().mean() for p in held]), sum((p.data > 0).sum() for p in held)]
-        seen += [torch.stack([p.data.amin() for p in held]), torch.stack([p.grad.isfinite().all() for p in held])]
-        return [torch.as_tensor(one).double().clone() for one in seen]
+        trained_model = trained(model)
+        seen = [sum(p.grad.data.norm() ** 2 for p in trained_model), sum(p.data.norm() for p in trained_model)]
+        seen += [
+            sum(p.detach().abs().sum() for p in trained_model),
+            torch.stack([p.grad.abs().max() for p in trained_model]),
+        ]
+        seen += [
+            torch.stack([p.grad.detach().mean() for p in trained_model]),
+            sum((p.data > 0).sum() for p in trained_model),
+        ]
+        seen += [
+            torch.stack([p.data.amin() for p in trained_model]),
+            torch.stack([p.grad.isfinite().all() for p in trained_model]),
+        ]
+        return [torch.as_tensor(value).double().clone() for value in seen]
 
     agree(Classifier, plan, loop)
 
@@ -53,9 +62,9 @@ def test_updates_by_hand(plan):
         pytest.skip("a gradient is a share there, and is refused beside a whole parameter (below)")
 
     def loop(model, optimizer):
-        held = trained(model)
+        trained_model = trained(model)
         with torch.no_grad():
-            for parameter in held:
+            for parameter in trained_model:
                 parameter -= 0.1 * parameter.grad
                 parameter.data.clamp_(-0.2, 0.2)
                 parameter.mul_(0.9)
@@ -104,9 +113,9 @@ def test_what_would_be_about_a_shard_is_refused(plan, use):
 
 def test_a_share_of_a_gradient_beside_a_whole_parameter_is_refused():
     def loop(model, optimizer):
-        held = trained(model)
+        trained_model = trained(model)
         with torch.no_grad():
-            for parameter in held:
+            for parameter in trained_model:
                 parameter -= 0.1 * parameter.grad
         return []
 
@@ -129,10 +138,10 @@ def test_changing_what_has_a_master_is_refused(use):
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_whole_of_a_parameter_and_of_its_gradient(plan):
     def loop(model, optimizer):
-        held = trained(model)
+        trained_model = trained(model)
         if isinstance(model, Classifier):
-            return [p.detach() for p in held] + [p.grad for p in held]
-        return [p.full_tensor() for p in held] + [p.full_grad() for p in held]
+            return [p.detach() for p in trained_model] + [p.grad for p in trained_model]
+        return [p.full_tensor() for p in trained_model] + [p.full_grad() for p in trained_model]
 
     agree(Classifier, plan, loop)
 
@@ -173,14 +182,14 @@ def test_weights_are_swapped_with_their_average_and_put_back(plan):
     """`p.data = other` gives other memory, as on one device: what was there before is not overwritten."""
 
     def loop(model, optimizer):
-        held, kept = list(compiled(model).parameters()), []
-        average = [p.data.clone() * 0.5 for p in held]
-        for parameter, other in zip(held, average, strict=True):
+        stored, kept = list(compiled(model).parameters()), []
+        average = [p.data.clone() * 0.5 for p in stored]
+        for parameter, other in zip(stored, average, strict=True):
             kept.append(parameter.data)
             parameter.data = other
         with torch.no_grad():
             seen = [model(X, LABELS).clone()]
-        for parameter, before in zip(held, kept, strict=True):
+        for parameter, before in zip(stored, kept, strict=True):
             parameter.data = before
         for _ in range(2):
             optimizer.zero_grad()
@@ -188,7 +197,7 @@ def test_weights_are_swapped_with_their_average_and_put_back(plan):
             optimizer.step()
         return seen + parameters(model)
 
-    agree(Classifier, plan, loop, lambda held: torch.optim.Adam(held, lr=0.1))
+    agree(Classifier, plan, loop, lambda value: torch.optim.Adam(value, lr=0.1))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -200,7 +209,7 @@ def test_a_whole_tensor_may_be_set_as_the_data_of_a_shard(plan):
         optimizer.step()
         return parameters(model)
 
-    agree(Classifier, plan, loop, lambda held: torch.optim.Adam(held, lr=0.1))
+    agree(Classifier, plan, loop, lambda value: torch.optim.Adam(value, lr=0.1))
 
 
 def test_a_graph_of_before_other_weights_were_set_is_refused_under_zero3():
@@ -218,9 +227,9 @@ def test_a_graph_of_before_other_weights_were_set_is_refused_under_zero3():
 @pytest.mark.parametrize(
     "penalty",
     [
-        lambda held: sum(p.square().sum().sqrt() for p in held),
-        lambda held: sum(p.view(-1).norm() ** 2 for p in held) / 3,
-        lambda held: torch.stack([(p.T @ p).abs().sum() for p in held if p.ndim == 2]).sum(),
+        lambda value: sum(p.square().sum().sqrt() for p in value),
+        lambda value: sum(p.view(-1).norm() ** 2 for p in value) / 3,
+        lambda value: torch.stack([(p.T @ p).abs().sum() for p in value if p.ndim == 2]).sum(),
     ],
 )
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2,dp=2"])
@@ -235,10 +244,10 @@ def test_a_penalty_that_is_a_sum_over_parameters_in_a_pipeline(plan, penalty):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda loss, held: loss + torch.cat([p.view(-1) for p in held]).norm(),
-        lambda loss, held: loss + sum(p.square().sum() for p in held).sqrt(),
-        lambda loss, held: loss + torch.stack([p.norm() ** 2 for p in held]).mean(),
-        lambda loss, held: loss * sum(p.square().sum() for p in held),
+        lambda loss, value: loss + torch.cat([p.view(-1) for p in value]).norm(),
+        lambda loss, value: loss + sum(p.square().sum() for p in value).sqrt(),
+        lambda loss, value: loss + torch.stack([p.norm() ** 2 for p in value]).mean(),
+        lambda loss, value: loss * sum(p.square().sum() for p in value),
     ],
 )
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2,dp=2"])

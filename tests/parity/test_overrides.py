@@ -28,7 +28,7 @@ class Plain(nn.Module):
         return self.second(self.first(x).tanh()).square().mean()
 
 
-def made(kind):
+def seeded(kind):
     torch.manual_seed(0)
     return kind().double()
 
@@ -39,8 +39,8 @@ def compile_single(model, folder, **options):
 
 def check_alike(kind, plan, folder, loop, **options):
     """A loop says the same of the original and of the compiled model on every rank."""
-    wanted = loop(made(kind))
-    models = [made(kind) for _ in range(world_of(plan))]
+    wanted = loop(seeded(kind))
+    models = [seeded(kind) for _ in range(world_of(plan))]
 
     def run(rank):
         return loop(parallelize(models[rank], plan=plan, **grouped(directory=folder, **options)))
@@ -53,8 +53,8 @@ def check_alike(kind, plan, folder, loop, **options):
 
 
 def public_names(folder):
-    compiled = compile_single(made(Plain), folder)
-    return sorted(name for name in {*dir(compiled)} - {*dir(made(Plain))} if not name.startswith("_"))
+    compiled = compile_single(seeded(Plain), folder)
+    return sorted(name for name in {*dir(compiled)} - {*dir(seeded(Plain))} if not name.startswith("_"))
 
 
 def test_a_method_that_would_be_hidden_is_refused(tmp_path):
@@ -63,19 +63,19 @@ def test_a_method_that_would_be_hidden_is_refused(tmp_path):
     for name in names:
         kind = type("Net", (Plain,), {name: lambda self: 3})
         with pytest.raises(InputError, match=rf"Net\.{name} would be hidden by model\.{name}.*another name.*submodule"):
-            compile_single(made(kind), tmp_path)
+            compile_single(seeded(kind), tmp_path)
 
 
 @pytest.mark.parametrize("value", [7, nn.Linear(2, 2), nn.Parameter(torch.ones(2))])
 def test_so_is_an_attribute_or_a_part(value, tmp_path):
-    model = made(Plain)
+    model = seeded(Plain)
     model.total = value
     with pytest.raises(InputError, match=r"Plain\.total would be hidden"):
         compile_single(model, tmp_path)
 
 
 def test_so_is_one_of_a_part_that_is_compiled_alone(tmp_path):
-    model = nn.Sequential(made(Plain))
+    model = nn.Sequential(seeded(Plain))
     model[0].total = 7
     with pytest.raises(InputError, match=r"Plain\.total would be hidden"):
         compile_single(model, tmp_path, parts=["0"])
@@ -83,7 +83,7 @@ def test_so_is_one_of_a_part_that_is_compiled_alone(tmp_path):
 
 def test_a_method_that_a_library_adds_to_all_modules_is_not_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(nn.Module, "smart_apply", lambda self: 3, raising=False)
-    assert compile_single(made(Plain), tmp_path).smart_apply() == 3
+    assert compile_single(seeded(Plain), tmp_path).smart_apply() == 3
 
 
 def test_a_submodule_may_have_the_name(tmp_path):
@@ -104,7 +104,7 @@ def test_a_submodule_may_have_the_name(tmp_path):
 def test_a_model_that_hides_its_parts_is_refused(name, tmp_path):
     kind = type("Net", (Plain,), {name: lambda self, *args, **kwargs: iter(())})
     with pytest.raises(InputError, match=rf"overrides {name}\(\).*another name, such as trainable_"):
-        compile_single(made(kind), tmp_path)
+        compile_single(seeded(kind), tmp_path)
 
 
 class SetsNoise(Plain):
@@ -220,10 +220,10 @@ def hooked(register):
     ],
 )
 def test_a_state_dict_of_the_user_s_is_not_passed_over(kind, message, tmp_path):
-    model = compile_single(made(kind), tmp_path, example=(X,))
+    model = compile_single(seeded(kind), tmp_path, example=(X,))
     with pytest.raises(InputError, match=f"has {message} of its own.*sw.save.*full_state_dict"):
         model.state_dict()
-    assert set(model.full_state_dict()) == set(made(Plain).state_dict())
+    assert set(model.full_state_dict()) == set(seeded(Plain).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -236,35 +236,35 @@ def test_a_state_dict_of_the_user_s_is_not_passed_over(kind, message, tmp_path):
     ],
 )
 def test_nor_is_a_loading_of_the_user_s(kind, message, tmp_path):
-    model = compile_single(made(kind), tmp_path, example=(X,))
+    model = compile_single(seeded(kind), tmp_path, example=(X,))
     with pytest.raises(InputError, match=f"has {message} of its own.*before sw.parallelize"):
-        model.load_state_dict(made(Plain).state_dict())
+        model.load_state_dict(seeded(Plain).state_dict())
 
 
 def test_before_the_model_is_compiled_both_are_the_user_s(tmp_path):
-    assert set(compile_single(made(OnlySecond), tmp_path).state_dict()) == {"second.weight", "second.bias"}
-    model, values = compile_single(made(Doubled), tmp_path), made(Plain).state_dict()
+    assert set(compile_single(seeded(OnlySecond), tmp_path).state_dict()) == {"second.weight", "second.bias"}
+    model, values = compile_single(seeded(Doubled), tmp_path), seeded(Plain).state_dict()
     model.load_state_dict(values)
     torch.testing.assert_close(dict(model.state_dict()), {key: 2 * value for key, value in values.items()})
 
 
 def test_a_checkpoint_saves_all_of_a_model_with_a_state_dict_of_its_own(tmp_path):
-    model = compile_single(made(OnlySecond), tmp_path / "generated", example=(X,))
+    model = compile_single(seeded(OnlySecond), tmp_path / "generated", example=(X,))
     sw.save(tmp_path / "saved", model)
-    other = compile_single(made(OnlySecond), tmp_path / "generated", example=(X,))
+    other = compile_single(seeded(OnlySecond), tmp_path / "generated", example=(X,))
     with torch.no_grad():
         other.first.weight.zero_()
     sw.load(tmp_path / "saved", other)
-    torch.testing.assert_close(other.full_state_dict(), made(Plain).state_dict())
+    torch.testing.assert_close(other.full_state_dict(), seeded(Plain).state_dict())
 
 
 def test_a_checkpoint_does_not_lose_an_extra_state(tmp_path):
-    model = compile_single(made(Extra), tmp_path / "generated", example=(X,))
+    model = compile_single(seeded(Extra), tmp_path / "generated", example=(X,))
     with pytest.raises(InputError, match="get_extra_state is not saved; save it with extra="):
         sw.save(tmp_path / "saved", model)
 
 
 def test_the_original_class_stays_as_it_was(tmp_path):
-    model = made(SetsNoise)
+    model = seeded(SetsNoise)
     compile_single(copy.deepcopy(model), tmp_path, example=(X,)).eval()
     assert model.training

@@ -158,12 +158,12 @@ def promoted_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, G
 def test_models_of_transformers_train_as_on_their_documents_one_by_one(name):
     kind, options = CONFIGS[name]
     model = configured(kind, **options)
-    found = promoted_step(model, packed(8, shift_labels=False))
+    actual = promoted_step(model, packed(8, shift_labels=False))
     batches = [alone(document, shift_labels=False) for document in documents()]
     loss, gradients = mean_of((*promoted_step(model, batch), batch["input_ids"].shape[1] - 1) for batch in batches)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
-    assert_close(found[0], loss, scale, "the loss")
-    for key, gradient in found[1].items():
+    assert_close(actual[0], loss, scale, "the loss")
+    for key, gradient in actual[1].items():
         assert_close(gradient, gradients[key], scale, key)
 
 

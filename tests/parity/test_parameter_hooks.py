@@ -63,7 +63,7 @@ def test_the_handle_of_a_hook_of_before_removes_it():
 def test_hooks_of_after_see_the_sum_over_ranks(plan):
     def loop(model, optimizer):
         model(X, LABELS)
-        handles = [held.register_hook(clip) for held in model.parameters()]
+        handles = [parameter.register_hook(clip) for parameter in model.parameters()]
         model(X, LABELS).backward()
         seen = gradients(model)
         for handle in handles:
@@ -79,9 +79,9 @@ def test_a_hook_may_look_at_the_norm_of_the_whole_gradient(plan):
     def loop(model, optimizer):
         model(X, LABELS)
         seen = []
-        for held in model.parameters():
-            held.register_hook(lambda gradient: gradient / gradient.norm())
-            held.register_post_accumulate_grad_hook(lambda held: seen.append(held.grad.square().sum().clone()))
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / gradient.norm())
+            parameter.register_post_accumulate_grad_hook(lambda value: seen.append(value.grad.square().sum().clone()))
         model(X, LABELS).backward()
         assert len(seen) == len(list(model.parameters()))
         return gradients(model)
@@ -93,10 +93,10 @@ def test_a_hook_may_look_at_the_norm_of_the_whole_gradient(plan):
 def test_hooks_change_what_autograd_grad_gives(plan):
     def loop(model, optimizer):
         model(X, LABELS)
-        held = list(model.parameters())
-        for parameter in held:
+        stored = list(model.parameters())
+        for parameter in stored:
             parameter.register_hook(clip)
-        for parameter, gradient in zip(held, torch.autograd.grad(model(X, LABELS), held), strict=True):
+        for parameter, gradient in zip(stored, torch.autograd.grad(model(X, LABELS), stored), strict=True):
             parameter.grad = gradient
         return gradients(model)
 
@@ -118,9 +118,9 @@ def test_hooks_and_gradients_that_are_put_off_are_refused():
 def test_hooks_and_a_second_gradient_from_outside_are_refused_under_zero3():
     def loop(model, optimizer):
         loss = model(X, LABELS)
-        held = next(model.parameters())
-        held.register_hook(clip)
-        (loss + held.square().sum()).backward()
+        first = next(model.parameters())
+        first.register_hook(clip)
+        (loss + first.square().sum()).backward()
         return []
 
     with pytest.raises(InputError, match="Use zero2"):
@@ -149,7 +149,7 @@ def test_hooks_on_modules_are_refused_by_name_and_line(register):
 def test_hooks_on_the_whole_model_are_registered_on_what_is_compiled():
     def loop(model, optimizer):
         seen = []
-        model.register_forward_hook(lambda module, given, loss: seen.append(loss.detach().clone()))
+        model.register_forward_hook(lambda module, value, loss: seen.append(loss.detach().clone()))
         model(X, LABELS).backward()
         model(X, LABELS).backward()
         assert len(seen) == 2

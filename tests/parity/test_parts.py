@@ -58,7 +58,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: (held.full_tensor() if hasattr(held, "full_tensor") else held).clone() for key, held in state.items()}
+    return {
+        key: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone() for key, value in state.items()
+    }
 
 
 @pytest.fixture
@@ -77,10 +79,12 @@ def expected(case: tuple[Outer, Tensor, Tensor], steps: int = 3) -> tuple[Steps,
     return [step(net, optimizer, x, y) for _ in range(steps)], net.state_dict()
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
-    for key, held in wanted.items():
-        torch.testing.assert_close(found[key], held, rtol=1e-10, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(actual) == list(wanted)
+    for key, expected in wanted.items():
+        torch.testing.assert_close(
+            actual[key], expected, rtol=1e-10, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero1=2", "zero3=2", "dp=2,tp=2"])
@@ -100,8 +104,8 @@ def test_every_rank_passes_the_global_batch(case, plan, parts):
         assert same is optimizer
         return [step(model, optimizer, *case[1:]) for _ in range(3)], whole(model.state_dict())
 
-    for found, mine in run_ranks(world_of(plan), rank):
-        torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
+    for result, mine in run_ranks(world_of(plan), rank):
+        torch.testing.assert_close(result, losses, rtol=1e-10, atol=1e-10)
         assert_same(mine, state)
 
 
@@ -117,14 +121,14 @@ def test_every_group_passes_its_rows(case, plan):
         model, optimizer = sw.parallelize(nets[number], optimizer, **grouped(parts=["backbone"], **options))
         assert model.backbone.data_size == 2
         mine = slice(4 * model.backbone.data_rank, 4 * model.backbone.data_rank + 4)
-        found = [step(model, optimizer, case[1][mine], case[2][mine]) for _ in range(3)]
-        return found, whole(model.state_dict())
+        results = [step(model, optimizer, case[1][mine], case[2][mine]) for _ in range(3)]
+        return results, whole(model.state_dict())
 
     every = run_ranks(world_of(plan), rank)
     apart = world_of(plan) // 2
-    for found, mine in every:
+    for value, mine in every:
         assert_same(mine, state)
-        torch.testing.assert_close([norm for _, norm in found], [norm for _, norm in losses], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close([norm for _, norm in value], [norm for _, norm in losses], rtol=1e-10, atol=1e-10)
     means = [(a[0] + b[0]) / 2 for a, b in zip(every[0][0], every[apart][0], strict=True)]
     torch.testing.assert_close(means, [loss for loss, _ in losses], rtol=1e-10, atol=1e-10)
 
@@ -145,9 +149,9 @@ def test_gradients_of_two_passes_are_synced_at_the_second(case):
             (F.cross_entropy(model(x[mine]), y[mine]) / 2).backward()
         return [model.embed.weight.grad.clone(), model.head.bias.grad.clone()]
 
-    for found in run_ranks(2, rank):
+    for result in run_ranks(2, rank):
         wanted = [original.embed.weight.grad, original.head.bias.grad]
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -168,8 +172,8 @@ def test_a_part_that_is_put_in_its_place_by_hand(case, early):
             )
         return [step(model, optimizer, *case[1:]) for _ in range(3)], whole(model.state_dict())
 
-    for found, mine in run_ranks(2, rank):
-        torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
+    for result, mine in run_ranks(2, rank):
+        torch.testing.assert_close(result, losses, rtol=1e-10, atol=1e-10)
         assert_same(mine, state)
 
 
@@ -195,8 +199,8 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(case, tmp_path):
         return [step(model, optimizer, *case[1:]) for _ in range(2)], whole(model.state_dict())
 
     run_ranks(2, first)
-    for found, mine in run_ranks(2, second):
-        torch.testing.assert_close(found, losses[2:], rtol=1e-10, atol=1e-10)
+    for result, mine in run_ranks(2, second):
+        torch.testing.assert_close(result, losses[2:], rtol=1e-10, atol=1e-10)
         assert_same(mine, state)
 
 
@@ -215,8 +219,8 @@ def test_an_ordinary_state_dict_is_loaded_before_and_after_the_first_call(case):
         late.load_state_dict(other.state_dict())
         return early(case[1]).detach(), late(case[1]).detach()
 
-    for found in run_ranks(2, rank):
-        torch.testing.assert_close(found, (wanted.detach(), wanted.detach()), rtol=1e-10, atol=1e-10)
+    for result in run_ranks(2, rank):
+        torch.testing.assert_close(result, (wanted.detach(), wanted.detach()), rtol=1e-10, atol=1e-10)
 
 
 def test_what_can_not_be_a_part_is_refused(case):
@@ -257,6 +261,6 @@ def job(rank: int, state: dict[str, Tensor], x: Tensor, y: Tensor, folder: str) 
 def test_on_processes(case, pools, tmp_path):
     losses, state = expected(case)
     every = pools[2].run(job, case[0].state_dict(), *case[1:], str(tmp_path))
-    for found, mine in every:
+    for value, mine in every:
         assert_same(mine, state)
-        torch.testing.assert_close([norm for _, norm in found], [norm for _, norm in losses], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close([norm for _, norm in value], [norm for _, norm in losses], rtol=1e-10, atol=1e-10)

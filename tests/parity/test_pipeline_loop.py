@@ -116,11 +116,11 @@ def with_both(loop, tmp_path, **options):
 
 def test_gradients_of_other_outputs_are_refused_with_the_way_out(tmp_path):
     def loop(model, x, y):
-        found = model(x, y)
+        output = model(x, y)
         with pytest.raises(InputError, match=r'pass pipeline=PipelineOptions\(backward="outside"\)'):
-            found["logits"].sum().backward()
-        found = model(x, y)
-        found["loss"].backward()
+            output["logits"].sum().backward()
+        output = model(x, y)
+        output["loss"].backward()
         return whole_gradients(model)
 
     for mine in (ranks := with_both(loop, tmp_path))[0]:
@@ -130,10 +130,10 @@ def test_gradients_of_other_outputs_are_refused_with_the_way_out(tmp_path):
 
 def test_only_numbers_leave_if_that_is_asked_for(tmp_path):
     def loop(model, x, y):
-        found = model(x, y)
-        assert found["logits"] is None
+        output = model(x, y)
+        assert output["logits"] is None
         assert "Linear(in_features=6, out_features=8" in repr(model)  # also where a stage holds no parameter of it
-        found["loss"].backward()
+        output["loss"].backward()
         return whole_gradients(model)
 
     for mine in (ranks := with_both(loop, tmp_path, outputs="scalars"))[0]:
@@ -166,7 +166,7 @@ def test_ranks_may_pass_their_own_rows(mode):
         if isinstance(model, ParallelModel):
             rank, size = (model._world.rank, 4) if mode == "per_rank" else (model._world.rank % 2, 2)
             rows = args[0].shape[0] // size
-            args = [held[rank * rows : (rank + 1) * rows] for held in args]
+            args = [argument[rank * rows : (rank + 1) * rows] for argument in args]
         seen = []
         for _ in range(2):
             loss = model(*args)
@@ -192,15 +192,15 @@ def test_gradients_of_gradients_are_refused():
 
 def reverse(stages, microbatches):
     """An own schedule: all forwards, then all backwards, the last microbatch first."""
-    made = gpipe(stages, microbatches)
-    rows = [(*row[:microbatches], *reversed(row[microbatches:])) for row in made.devices]
-    return replace(made, devices=tuple(rows), name="reverse")
+    built = gpipe(stages, microbatches)
+    rows = [(*row[:microbatches], *reversed(row[microbatches:])) for row in built.devices]
+    return replace(built, devices=tuple(rows), name="reverse")
 
 
 def trained(model, optimizer, case):
     seen = []
     for rows in (4, 2):  # a smaller batch has fewer microbatches
-        model(*(held[:rows] for held in case.args)).backward()
+        model(*(argument[:rows] for argument in case.args)).backward()
         optimizer.step()
         seen += gradients(model)
         optimizer.zero_grad()

@@ -29,12 +29,12 @@ def adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=1e-2)
 
 
-def made(plan, folder):
+def compile_gpt(plan, folder):
     case = ZOO["gpt"](dtype=torch.float64, batch=4)
-    given = {"microbatches": 2} if "pp" in plan else {}
+    inputs = {"microbatches": 2} if "pp" in plan else {}
     optimizer = adamw(case.module)
     example = (case.args, case.kwargs)
-    model, _ = sw.parallelize(case.module, optimizer, plan=plan, example=example, **grouped(directory=folder, **given))
+    model, _ = sw.parallelize(case.module, optimizer, plan=plan, example=example, **grouped(directory=folder, **inputs))
     return model, optimizer, case
 
 
@@ -42,7 +42,7 @@ def through(rank, plans, folder):
     """A step under each plan, one handing over to the next by a checkpoint. What was seen, and the state at the end."""
     losses, last = [], None
     for number, plan in enumerate(plans):
-        model, optimizer, case = made(plan, folder)
+        model, optimizer, case = compile_gpt(plan, folder)
         if last is not None:
             sw.load(last, model, optimizer)
         losses += train(model, optimizer, case, 1)

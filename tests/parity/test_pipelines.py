@@ -34,8 +34,8 @@ PLANS = {  # ranks, microbatches
 
 def faults(pools, tmp_path, model, plan, ranks, microbatches, kinds=("sgd",), dtype="float64"):
     wanted = {kind: single.reference(model, dtype, kind) for kind in kinds}
-    held = single.sendable(model, dtype)
-    arguments = (model, plan, dtype, wanted, held, str(tmp_path), microbatches)
+    payload = single.sendable(model, dtype)
+    arguments = (model, plan, dtype, wanted, payload, str(tmp_path), microbatches)
     answers = pools[ranks].run(single.parity, *arguments, timeout=LIMIT)
     assert len(answers) == ranks
     return [fault for answer in answers for fault in answer]

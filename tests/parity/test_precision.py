@@ -43,9 +43,9 @@ def alone(name, message):
         return train(case.module, sgd(case.module.parameters()), case)
 
 
-def apart(found, wanted):
-    scale = max(float(held.abs().max()) for held in wanted)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
+def apart(actual, wanted):
+    scale = max(float(expected.abs().max()) for expected in wanted)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(actual, wanted, strict=True)) / scale
 
 
 @pytest.mark.parametrize("message", ["bf16-mixed", "fp16-mixed"])
@@ -63,17 +63,17 @@ def test_one_rank_does_what_autocast_does_to_the_last_bit(message):
 
     wanted = train(Under(), sgd(case.module.parameters()), case)
     assert wanted[1].dtype == torch.float32
-    (found,) = on_ranks("gpt", "single", train, dtype=torch.float32, precision=message)
-    assert apart(found, wanted) == 0.0
+    (actual,) = on_ranks("gpt", "single", train, dtype=torch.float32, precision=message)
+    assert apart(actual, wanted) == 0.0
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "dp=2,tp=2"])
 @pytest.mark.parametrize("message", ["bf16-mixed", "bf16"])
 def test_ranks_round_as_one_device_does(message, plan):
     wanted = alone("mlp", message)
-    for found in on_ranks("mlp", plan, train, dtype=torch.float32, precision=message):
-        assert apart(found, wanted) < torch.finfo(torch.bfloat16).eps
-        assert {held.dtype for held in found[1:5]} == {torch.float32}  # gradients, of masters too
+    for result in on_ranks("mlp", plan, train, dtype=torch.float32, precision=message):
+        assert apart(result, wanted) < torch.finfo(torch.bfloat16).eps
+        assert {value.dtype for value in result[1:5]} == {torch.float32}  # gradients, of masters too
 
 
 def exact_loop(model, optimizer):
@@ -89,18 +89,18 @@ def exact(plan, make, **options):
     nets, folder = [Exact() for _ in range(world_of(plan))], tempfile.mkdtemp(prefix="exact-")
 
     def run(rank):
-        made = make(nets[rank].parameters())
-        model, optimizer = parallelize(nets[rank], made, plan=plan, **grouped(directory=folder, **options))
+        instance = make(nets[rank].parameters())
+        model, optimizer = parallelize(nets[rank], instance, plan=plan, **grouped(directory=folder, **options))
         exact_loop(model, optimizer)
-        working = {str(held.dtype) for held in model.parameters()}
+        working = {str(parameter.dtype) for parameter in model.parameters()}
         return model.full_state_dict(), working
 
     return run_ranks(world_of(plan), run)
 
 
 MAKERS = {
-    "momentum": lambda held: torch.optim.SGD(held, lr=RATE, momentum=0.5),
-    "adafactor": lambda held: torch.optim.Adafactor(held, lr=RATE),
+    "momentum": lambda value: torch.optim.SGD(value, lr=RATE, momentum=0.5),
+    "adafactor": lambda value: torch.optim.Adafactor(value, lr=RATE),
 }
 
 
@@ -110,29 +110,29 @@ def moved_by(make):
     fixed(X).backward()
     optimizer = make(net.parameters())
     for _ in range(3):
-        for held, still in zip(net.parameters(), fixed.parameters(), strict=True):
-            held.grad = still.grad.clone()
+        for parameter, still in zip(net.parameters(), fixed.parameters(), strict=True):
+            parameter.grad = still.grad.clone()
         optimizer.step()
-    for held, still in zip(net.parameters(), fixed.parameters(), strict=True):
-        assert torch.equal(held.bfloat16(), still.bfloat16())
-    return {key: held.detach() for key, held in net.named_parameters()}
+    for parameter, still in zip(net.parameters(), fixed.parameters(), strict=True):
+        assert torch.equal(parameter.bfloat16(), still.bfloat16())
+    return {key: value.detach() for key, value in net.named_parameters()}
 
 
 @pytest.mark.parametrize("plan", ["single", *PLANS])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_masters_gather_what_bfloat16_would_lose(plan, kind):
     moved = moved_by(MAKERS[kind])
-    for found, working in exact(plan, MAKERS[kind], precision="bf16"):
+    for result, working in exact(plan, MAKERS[kind], precision="bf16"):
         assert working == {"torch.bfloat16"}
-        for key, held in moved.items():
-            assert held.dtype == found[key].dtype
-            assert torch.equal(found[key], held), key
-            assert not torch.equal(held, held.round())
+        for key, value in moved.items():
+            assert value.dtype == result[key].dtype
+            assert torch.equal(result[key], value), key
+            assert not torch.equal(value, value.round())
 
 
 def test_without_masters_they_are_lost():
-    for found, _ in exact("dp=2", MAKERS["momentum"], precision={"base": "bf16", "master": False}):
-        assert torch.equal(found["up"], Exact().up.bfloat16())
+    for result, _ in exact("dp=2", MAKERS["momentum"], precision={"base": "bf16", "master": False}):
+        assert torch.equal(result["up"], Exact().up.bfloat16())
 
 
 def test_masters_need_an_optimizer_unless_nothing_is_trained():
@@ -170,14 +170,14 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(plan, message, sums
     nets, folder = [Weighted() for _ in range(2)], tempfile.mkdtemp(prefix="sync-")
 
     def run(rank):
-        made = torch.optim.SGD(nets[rank].parameters(), lr=1.0)
-        model, _ = parallelize(nets[rank], made, plan=plan, compile={"directory": folder}, precision=message)
+        optimizer = torch.optim.SGD(nets[rank].parameters(), lr=1.0)
+        model, _ = parallelize(nets[rank], optimizer, plan=plan, compile={"directory": folder}, precision=message)
         model(ROWS).backward()
         return gradients(model)[0]
 
-    for found in run_ranks(2, run):
-        assert found.dtype == torch.float32
-        assert set(found.tolist()) <= sums
+    for result in run_ranks(2, run):
+        assert result.dtype == torch.float32
+        assert set(result.tolist()) <= sums
 
 
 def test_a_submodule_may_compute_in_another_dtype():
@@ -185,14 +185,14 @@ def test_a_submodule_may_compute_in_another_dtype():
     wanted = alone("gpt", message)
 
     def loop(model, optimizer, case):
-        found = train(model, optimizer, case)
-        kinds = {str(held.dtype) for key, held in model.named_parameters() if "ln" in key}
+        result = train(model, optimizer, case)
+        kinds = {str(parameter.dtype) for key, parameter in model.named_parameters() if "ln" in key}
         assert kinds == {"torch.float32"}
         assert ".ln1.weight" in model.generated.read_text()
-        return found
+        return result
 
-    (found,) = on_ranks("gpt", "single", loop, dtype=torch.float32, precision=message)
-    assert apart(found[:1], wanted[:1]) == 0.0  # the loss of the first step, which has no masters in it yet
+    (actual,) = on_ranks("gpt", "single", loop, dtype=torch.float32, precision=message)
+    assert apart(actual[:1], wanted[:1]) == 0.0  # the loss of the first step, which has no masters in it yet
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero1=2", "pp=2"])
@@ -200,8 +200,8 @@ def test_a_scaler_with_float16_and_masters(plan):
     """Scales are powers of two, so that masters are exact."""
     rate = 2.0**-19
 
-    def make(held):
-        return torch.optim.SGD(held, lr=rate, momentum=0.5)
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=rate, momentum=0.5)
 
     moved = moved_by(make)
     nets, folder = [Exact() for _ in range(2)], tempfile.mkdtemp(prefix="half-")
@@ -210,18 +210,18 @@ def test_a_scaler_with_float16_and_masters(plan):
         model, optimizer = parallelize(
             nets[rank], make(nets[rank].parameters()), plan=plan, compile={"directory": folder}, precision="fp16"
         )
-        scaler, taken = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=100), []
-        optimizer.register_step_post_hook(lambda *_: taken.append(1))
-        while len(taken) < 3:  # the first ones overflow, and are skipped
+        scaler, collected = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=100), []
+        optimizer.register_step_post_hook(lambda *_: collected.append(1))
+        while len(collected) < 3:  # the first ones overflow, and are skipped
             scaler.scale(model(X)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         return model.full_state_dict(), scaler.get_scale()
 
-    found = run_ranks(2, run)
-    assert len({scale for _, scale in found}) == 1
-    assert found[0][1] < 2.0**17
-    for state, _ in found:
-        for key, held in moved.items():
-            assert torch.equal(state[key], held), key
+    results = run_ranks(2, run)
+    assert len({scale for _, scale in results}) == 1
+    assert results[0][1] < 2.0**17
+    for state, _ in results:
+        for key, value in moved.items():
+            assert torch.equal(state[key], value), key

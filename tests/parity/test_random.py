@@ -19,18 +19,18 @@ class Noisy(nn.Module):
 
 def losses(rank: int, directory: str) -> list[list[float]]:
     torch.manual_seed(rank)  # an unseeded script: what the global generators hold must not matter
-    found = []
+    collected = []
     for plan in ("tp=2", "dp=2"):
         model = sw.parallelize(Noisy(), example=(torch.ones(4, 8),), plan=plan, compile={"directory": directory})
-        found.append([model(torch.ones(4, 8)).item() for _ in range(2)])
-    return found
+        collected.append([model(torch.ones(4, 8)).item() for _ in range(2)])
+    return collected
 
 
 def test_all_ranks_draw_the_same_noise_and_every_step_another(tmp_path):
     # Processes, since threads share torch's one global generator.
     first, second = run_processes(2, losses, str(tmp_path), timeout=200)
     assert first == second
-    assert all(one != other for one, other in first)
+    assert all(value != other for value, other in first)
 
 
 def test_the_plan_says_that_noise_is_drawn_whole():

@@ -107,15 +107,15 @@ def test_a_module_that_is_called_four_times():
 @pytest.mark.parametrize(("model", "plan"), [("gpt", "tp=2,recompute"), ("hf_llama", "zero3=2,recompute")])
 def test_on_processes(pools, tmp_path, model, plan):
     wanted = {"sgd": single.reference(model, "float64", "sgd")}
-    held = single.sendable(model, "float64")
-    ranks = pools[2].run(single.parity, model, plan, "float64", wanted, held, str(tmp_path), timeout=120.0)
+    payload = single.sendable(model, "float64")
+    ranks = pools[2].run(single.parity, model, plan, "float64", wanted, payload, str(tmp_path), timeout=120.0)
 
     assert ranks == [[], []]
 
 
 def kept(plan, module, args) -> int:
     """The bytes that autograd keeps for backward, weights left out."""
-    found: dict[int, int] = {}
+    by_name: dict[int, int] = {}
 
     def run(rank):
         model = parallelize(module, plan=plan, example=args)
@@ -124,14 +124,14 @@ def kept(plan, module, args) -> int:
         def note(x):
             storage = x.untyped_storage()
             if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = storage.nbytes()
+                by_name[storage.data_ptr()] = storage.nbytes()
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             model(*args)
 
     run_ranks(1, run)
-    return sum(found.values())
+    return sum(by_name.values())
 
 
 def test_eight_recomputed_layers_keep_a_fraction():
@@ -152,15 +152,15 @@ def issued(text: str, *paths: str) -> Counter[tuple[str, str]]:
             loss = model(*args)
         with comm.recording() as backward:
             loss.backward()
-        return Counter((when, kind) for when, held in (("f", forward), ("b", backward)) for kind, *_ in held)
+        return Counter((when, kind) for when, value in (("f", forward), ("b", backward)) for kind, *_ in value)
 
     return run_ranks(2, run)[0]
 
 
 def reported(text: str, *paths: str) -> Counter[tuple[str, str]]:
     graph = deep_gpt(3)
-    found = totals(lower(graph, plan_of(graph, text, *paths)))
-    return Counter({(total.when[0], total.collective): total.count for total in found if total.when != "once a step"})
+    actual = totals(lower(graph, plan_of(graph, text, *paths)))
+    return Counter({(total.when[0], total.collective): total.count for total in actual if total.when != "once a step"})
 
 
 @pytest.mark.parametrize(("text", "part"), [("tp=2", ""), ("sp=2", ""), ("tp=2", ".attn"), ("sp=2", ".attn")])

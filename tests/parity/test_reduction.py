@@ -24,10 +24,10 @@ LABELS = torch.tensor([[1, 2, SKIP, 3], [0, 1, 1, 2], [SKIP, SKIP, SKIP, 1], [SK
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
-        made = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         self.table, self.head = nn.Embedding(5, 6), nn.Linear(6, 4)
-        for held in self.parameters():
-            held.data = torch.randn(held.shape, generator=made)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
         self.double()
 
     def forward(self, x):
@@ -49,7 +49,7 @@ def wanted(loss):
     """The gradients of one device."""
     net = Tagger()
     loss(net).backward()
-    return {key: held.grad for key, held in net.named_parameters()}
+    return {key: parameter.grad for key, parameter in net.named_parameters()}
 
 
 def on_groups(step, plan="dp=2", **options):
@@ -67,10 +67,10 @@ def on_groups(step, plan="dp=2", **options):
     return run_ranks(world_of(plan), rank)
 
 
-def check(found, expected):
-    for mine in found:
-        for key, held in mine.items():
-            assert float((held - expected[key]).abs().max()) <= 1e-12 * float(expected[key].abs().max()), key
+def check(actual, expected):
+    for mine in actual:
+        for key, value in mine.items():
+            assert float((value - expected[key]).abs().max()) <= 1e-12 * float(expected[key].abs().max()), key
 
 
 def halves(net):
@@ -140,8 +140,8 @@ def test_a_penalty_on_weights_counts_once(plan):
 
     def loop(model, optimizer, case):
         loss = model(*case.args, **case.kwargs)
-        for key, held in model.named_parameters():
-            loss = loss + 0.1 * held.square().sum() if "weight" in key else loss
+        for key, parameter in model.named_parameters():
+            loss = loss + 0.1 * parameter.square().sum() if "weight" in key else loss
         loss.backward()
         return gradients(model)
 
@@ -154,10 +154,10 @@ def test_a_penalty_on_norms_of_weights(plan):
 
     def loop(model, optimizer, case):
         loss = model(*case.args, **case.kwargs)
-        held = dict(model.named_parameters())
-        weights = [p for key, p in held.items() if "weight" in key]
+        stored = dict(model.named_parameters())
+        weights = [p for key, p in stored.items() if "weight" in key]
         if "pp" not in plan:
-            loss = loss + sum(0.1 * p.norm() for p in held.values()) + torch.linalg.vector_norm(weights[-1], 1)
+            loss = loss + sum(0.1 * p.norm() for p in stored.values()) + torch.linalg.vector_norm(weights[-1], 1)
         loss = loss + torch.stack([p.norm() for p in weights]).square().sum()
         loss = loss + torch.stack([torch.norm(p, torch.inf) for p in weights]).sum()
         loss.backward()

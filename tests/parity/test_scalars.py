@@ -22,28 +22,28 @@ VALUES = (0.3, 0.7, -1.5, 0.3, 2.0, 0.0)
 class Weighted(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x, weight, *, power=2.0):
-        x = torch.tanh(self.one(x)) * weight + (1 - weight) * x
-        y = self.two(x)
+        x = torch.tanh(self.first(x)) * weight + (1 - weight) * x
+        y = self.second(x)
         return y.abs().pow(power).mean() + weight * x.square().mean()
 
 
 class Decides(Weighted):
     def forward(self, x, weight):
-        return self.two(self.one(x)).mean() * (2.0 if weight > 0.5 else weight)
+        return self.second(self.first(x)).mean() * (2.0 if weight > 0.5 else weight)
 
 
 class Asks(Weighted):
     def forward(self, x, weight):
         x = x * 2 if isinstance(weight, float) else x
-        return self.one(x).mean() * weight
+        return self.first(x).mean() * weight
 
 
 class Leaves(Weighted):
     def forward(self, x, weight):
-        return self.one(x).mean() * math.exp(weight)
+        return self.first(x).mean() * math.exp(weight)
 
 
 def follow(make, plan, folder, dtype=torch.float64, tolerance=1e-10):
@@ -109,7 +109,7 @@ def test_a_check_of_the_number_is_not_lost(tmp_path):
     class Checked(Weighted):
         def forward(self, x, weight):
             assert weight >= 0
-            return self.one(x).mean() * weight
+            return self.first(x).mean() * weight
 
     model = parallelize(Checked().double(), plan="single", compile={"directory": tmp_path})
     for weight in (0.5, 1.0, 2.0):

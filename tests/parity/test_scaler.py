@@ -56,8 +56,8 @@ def loop(model, optimizer, case, key, before):
             planted += poison(model, key, handle)
         loss = model(*case.args, **case.kwargs)
         scaler.scale(loss).backward()
-        for held in handle:
-            held.remove()
+        for value in handle:
+            value.remove()
         if step == LOST and not before:
             planted += plant(model, key)
         scaler.step(optimizer)
@@ -69,15 +69,15 @@ def loop(model, optimizer, case, key, before):
 
 def poison(model, key, handles):
     """An infinity that comes in backward: a hook on one parameter, on the ranks that hold it."""
-    held = dict(model.named_parameters()).get(key)
-    if held is None:
+    stored = dict(model.named_parameters()).get(key)
+    if stored is None:
         return 0
-    handles.append(held.register_hook(lambda gradient: torch.full_like(gradient, math.inf)))
+    handles.append(stored.register_hook(lambda gradient: torch.full_like(gradient, math.inf)))
     return 1
 
 
 def adamw(fused=False):
-    return lambda held: torch.optim.AdamW(held, lr=1e-2, fused=fused)
+    return lambda value: torch.optim.AdamW(value, lr=1e-2, fused=fused)
 
 
 def run(plan, key, before, make, **options):
@@ -86,18 +86,18 @@ def run(plan, key, before, make, **options):
     cases, folder = [ZOO["mlp"](dtype=torch.float64) for _ in range(world_of(plan))], tempfile.mkdtemp()
 
     def rank(number):
-        held = cases[number]
-        made = make(held.module.parameters())
-        model, optimizer = parallelize(held.module, made, plan=plan, **grouped(directory=folder, **options))
-        return loop(model, optimizer, held, key, before)
+        stored = cases[number]
+        instance = make(stored.module.parameters())
+        model, optimizer = parallelize(stored.module, instance, plan=plan, **grouped(directory=folder, **options))
+        return loop(model, optimizer, stored, key, before)
 
-    found = run_ranks(world_of(plan), rank)
-    scales = [float(held) for held in wanted[1:8:2]]
+    results = run_ranks(world_of(plan), rank)
+    scales = [float(expected) for expected in wanted[1:8:2]]
     assert scales == [1024.0, 512.0, 512.0, 512.0]
-    for mine, _ in found:
-        for number, (one, other) in enumerate(zip(mine, wanted, strict=True)):
-            assert float((one - other).abs().max()) <= 1e-9, number
-    return [planted for _, planted in found]
+    for mine, _ in results:
+        for number, (value, other) in enumerate(zip(mine, wanted, strict=True)):
+            assert float((value - other).abs().max()) <= 1e-9, number
+    return [planted for _, planted in results]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -122,9 +122,9 @@ class TwoReaders(nn.Module):
 
 
 def test_a_sum_needed_twice_is_done_once_and_gradients_join_before_they_are_reduced():
-    found = compare(TwoReaders(), (batch(4, 6),), "tp=2")
+    comparison = compare(TwoReaders(), (batch(4, 6),), "tp=2")
 
-    assert found.sent("all_reduce", "tp") == (1, 1), "three products hand back one gradient, reduced once"
+    assert comparison.sent("all_reduce", "tp") == (1, 1), "three products hand back one gradient, reduced once"
 
 
 # Means and losses.
@@ -174,7 +174,7 @@ def uneven_labels() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "sp=2", "dp=2,tp=2"])
 def test_a_mean_with_ignored_labels_is_a_ratio_of_two_sums(plan, second):
     net, inputs = Labelled(second).double(), uneven_labels()
-    halves = [net(*(held[rows] for held in inputs)) for rows in (slice(0, 2), slice(2, 4))]
+    halves = [net(*(value[rows] for value in inputs)) for rows in (slice(0, 2), slice(2, 4))]
     assert apart(sum(halves) / 2, net(*inputs)), "the mean of the ranks' means is another number"
 
     compare(net, inputs, plan)
@@ -246,20 +246,20 @@ def test_a_mask_that_depends_on_no_input_is_whole_and_cut_where_it_is_used():
     net, x = WeighRows().double(), batch(4, 6)
     assert apart(net(x[:2]) + net(x[2:]), net(x))
 
-    found = compare(net, (x,), "dp=2")
+    comparison = compare(net, (x,), "dp=2")
 
-    assert "torch.arange(" in found.ranks[0].text
-    assert "4" in found.ranks[0].text.split("def constants")[1].split("\n")[1], "made whole"
-    assert found.sent("all_gather", "dp") == (0, 0)
+    assert "torch.arange(" in comparison.ranks[0].text
+    assert "4" in comparison.ranks[0].text.split("def constants")[1].split("\n")[1], "made whole"
+    assert comparison.sent("all_gather", "dp") == (0, 0)
 
 
 def test_a_size_read_as_a_number_stays_global():
     """x.size(0) above divides by 4, and not by the 2 rows that a rank has."""
     net, x = WeighRows().double(), batch(4, 6)
 
-    found = compare(net, (x,), "dp=2")
+    comparison = compare(net, (x,), "dp=2")
 
-    assert "/ 4" in found.ranks[0].text
+    assert "/ 4" in comparison.ranks[0].text
 
 
 # Batch norm and buffers.
@@ -285,6 +285,6 @@ def test_batch_norm_takes_its_statistics_over_all_rows_and_updates_its_buffers_o
     twice(x)
     assert apart(twice.norm.running_mean, whole.norm.running_mean), "a second update would show"
 
-    found = compare(net, (x,), plan)
+    comparison = compare(net, (x,), plan)
 
-    assert all(int(rank.buffers["norm.num_batches_tracked"]) == 1 for rank in found.ranks)
+    assert all(int(rank.buffers["norm.num_batches_tracked"]) == 1 for rank in comparison.ranks)

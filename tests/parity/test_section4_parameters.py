@@ -54,8 +54,8 @@ def test_a_tied_parameter_gets_the_sum_of_its_gradients(plan):
     loss = net(*inputs)
     both = torch.autograd.grad(loss, [net.table.weight])[0]
     scores = F.linear(torch.tanh(F.embedding(inputs[0], net.table.weight.detach())), net.head.weight)
-    one = torch.autograd.grad(F.cross_entropy(scores, inputs[1]), [net.head.weight])[0]
-    assert apart(one, both)
+    gradients = torch.autograd.grad(F.cross_entropy(scores, inputs[1]), [net.head.weight])[0]
+    assert apart(gradients, both)
 
     compare(net, inputs, plan)
 
@@ -76,10 +76,10 @@ def test_one_block_applied_four_times_gets_four_gradients_and_one_sync(plan):
     net, x = Repeated(4).double(), batch(4, 6)
 
     four = compare(net, (x,), plan)
-    one = compare(Repeated(1), (x,), plan)
+    comparison = compare(Repeated(1), (x,), plan)
 
-    assert apart(four.gradients["block.up.weight"], one.gradients["block.up.weight"])
-    assert four.ranks[0].synced == one.ranks[0].synced
+    assert apart(four.gradients["block.up.weight"], comparison.gradients["block.up.weight"])
+    assert four.ranks[0].synced == comparison.ranks[0].synced
 
 
 class PartlyUsed(nn.Module):
@@ -115,12 +115,14 @@ def test_a_parameter_that_only_a_whole_op_reads_gets_its_gradient_once(plan):
 def test_frozen_and_unused_parameters_get_no_gradient_and_sync_nothing(plan):
     net, x = PartlyUsed().double(), batch(4, 6)
 
-    found = compare(net, (x,), plan)
+    comparison = compare(net, (x,), plan)
 
-    assert all(rank.gradients[key] is None for rank in found.ranks for key in ("idle", "frozen.weight", "other.bias"))
+    assert all(
+        rank.gradients[key] is None for rank in comparison.ranks for key in ("idle", "frozen.weight", "other.bias")
+    )
     used = sum(p.numel() for name, p in net.named_parameters() if name.startswith(("enter", "leave")))
-    assert sum(found.ranks[0].synced) < 2 * used, "1000 idle or 448 frozen numbers on the wire would show"
-    assert plan == "tp=2" or sum(found.ranks[0].synced) > 0
+    assert sum(comparison.ranks[0].synced) < 2 * used, "1000 idle or 448 frozen numbers on the wire would show"
+    assert plan == "tp=2" or sum(comparison.ranks[0].synced) > 0
 
 
 def test_ranks_of_an_unseeded_script_start_from_one_ranks_parameters():
@@ -149,11 +151,11 @@ class PositionOnly(nn.Module):
 
 def test_what_depends_on_parameters_only_is_not_summed_over_dp_but_its_parameters_are():
     """Every backward is linear in the gradient, so the sum can wait for the parameters' own sync."""
-    found = compare(PositionOnly(), (batch(4, 4, 6),), "dp=2")
+    comparison = compare(PositionOnly(), (batch(4, 4, 6),), "dp=2")
 
-    assert found.sent("all_reduce", "dp") == (1, 0), "the loss forward, no activation backward"
+    assert comparison.sent("all_reduce", "dp") == (1, 0), "the loss forward, no activation backward"
     parameters = 4 * 6 + 2 * (6 * 6 + 6)
-    assert parameters <= sum(found.ranks[0].synced) <= parameters + 5, "once each, and a flag each"
+    assert parameters <= sum(comparison.ranks[0].synced) <= parameters + 5, "once each, and a flag each"
 
 
 # Chance.
@@ -214,9 +216,9 @@ class NamedAsASize(nn.Module):
 
 
 def test_a_size_that_differs_between_ranks_does_not_take_the_name_of_a_part():
-    found = compare(NamedAsASize(), (batch(4, 3, 8, 8),), "tp=2")
+    comparison = compare(NamedAsASize(), (batch(4, 3, 8, 8),), "tp=2")
 
-    assert "self.C_tp = local_size(" in found.ranks[0].text and "self.c.weight" in found.ranks[0].text
+    assert "self.C_tp = local_size(" in comparison.ranks[0].text and "self.c.weight" in comparison.ranks[0].text
 
 
 def test_zero3_keeps_no_gathered_weight_after_its_layer():
@@ -238,8 +240,8 @@ def test_zero3_keeps_no_gathered_weight_after_its_layer():
         model = parallelize(copy.deepcopy(net), plan="zero3=2", example=(x,), compile={"directory": folder})
         loss = model(x)
         stage = next(iter(model._entries.values())).stage
-        held = [layer.weight for layer in stage.layers]
+        values = [layer.weight for layer in stage.layers]
         loss.backward()
-        return held
+        return values
 
     assert run_ranks(2, run) == [[None] * 3] * 2

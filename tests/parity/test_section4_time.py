@@ -45,14 +45,14 @@ def x() -> Tensor:
 
 
 def check(net: nn.Module, args: tuple[Tensor, ...], plan: str, **options) -> None:
-    given = {"steps": 2, "method": "threads", "microbatches": PARTS, **options}
-    report = verify(net, plan, example=args, **grouped(**given))
+    inputs = {"steps": 2, "method": "threads", "microbatches": PARTS, **options}
+    report = verify(net, plan, example=args, **grouped(**inputs))
     assert report.passed, str(report)
 
 
-def naive(net: nn.Module, args: tuple[Tensor, ...], split: Callable[[Tensor], bool] = lambda held: True) -> bool:
+def naive(net: nn.Module, args: tuple[Tensor, ...], split: Callable[[Tensor], bool] = lambda value: True) -> bool:
     """Whether the losses of microbatches, averaged, are another number than the loss of the batch."""
-    parts = [held.chunk(PARTS) if split(held) else (held,) * PARTS for held in args]
+    parts = [argument.chunk(PARTS) if split(argument) else (argument,) * PARTS for argument in args]
     losses = torch.stack([net(*rows) for rows in zip(*parts, strict=True)])
     return apart(losses.nanmean(), net(*args))
 
@@ -95,9 +95,9 @@ def test_also_if_labels_have_weights(plan):
 @pytest.mark.parametrize("plan", PLANS)
 def test_two_such_means_that_are_added_have_each_their_count(plan):
     class Two(Net):
-        def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        def forward(self, x: Tensor, first: Tensor, other: Tensor) -> Tensor:
             y = self.net(x)
-            return F.cross_entropy(y, one) + 0.3 * F.cross_entropy(y, other)
+            return F.cross_entropy(y, first) + 0.3 * F.cross_entropy(y, other)
 
     net, args = Two(), (x(), LABELS, LABELS.flip(0).roll(1))
     assert naive(net, args)
@@ -215,12 +215,12 @@ def test_microbatches_draw_other_masks():
             kept = F.dropout(self.net(x), 0.5, self.training)
             return {"loss": kept.mean(), "kept": kept}
 
-    found = on_ranks(Dropped(), (torch.ones(ROWS, 6),), "pp=2", lambda model, args: model(*args)["kept"] != 0)
+    results = on_ranks(Dropped(), (torch.ones(ROWS, 6),), "pp=2", lambda model, args: model(*args)["kept"] != 0)
 
-    for kept in found:
+    for kept in results:
         patterns = {tuple(map(bool, rows.flatten())) for rows in kept.chunk(PARTS)}
         assert len(patterns) > 1
-    assert torch.equal(found[0], found[1]), "all ranks see the same"
+    assert torch.equal(results[0], results[1]), "all ranks see the same"
 
 
 def test_what_is_drawn_for_the_whole_batch_is_drawn_once():
@@ -287,9 +287,9 @@ def test_batch_norm_is_refused_with_its_line_and_runs_on_batches_of_their_own_if
     wanted = copy.deepcopy(net)
     for rows in args[0].chunk(PARTS):
         (wanted(rows) / PARTS).backward()
-    for found in on_ranks(net, args, "pp=2", gradients, microbatch_semantics="local"):
-        assert found
-        for key, gradient in found.items():
+    for result in on_ranks(net, args, "pp=2", gradients, microbatch_semantics="local"):
+        assert result
+        for key, gradient in result.items():
             torch.testing.assert_close(gradient.as_subclass(Tensor), wanted.get_parameter(key).grad, rtol=1e-10, atol=0)
 
 
@@ -301,8 +301,8 @@ def test_a_smaller_last_batch_runs_in_as_many_microbatches_as_it_divides_by():
 
     args = (x().double(), LABELS)
     wanted = [net(args[0][:rows], args[1][:rows]) for rows in (8, 6, 5, 2)]
-    for found in on_ranks(net, args, "pp=2", use):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    for result in on_ranks(net, args, "pp=2", use):
+        torch.testing.assert_close(result, wanted, rtol=1e-12, atol=0)
 
 
 # Outputs.

@@ -120,9 +120,9 @@ def test_weight_norm_in_both_forms(plan):
         rank.load_state_dict(old.state_dict())
     loss = old(x)
     loss.backward()
-    for found in ranks_of(lambda rank: ranks[rank], (x,), plan):
-        assert_close(found.outputs, loss.detach(), 0.0, "the loss")
-        for key, gradient in found.gradients.items():
+    for result in ranks_of(lambda rank: ranks[rank], (x,), plan):
+        assert_close(result.outputs, loss.detach(), 0.0, "the loss")
+        for key, gradient in result.gradients.items():
             assert_close(gradient, old.get_parameter(key).grad, 1.0, key)
 
 

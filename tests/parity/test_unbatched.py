@@ -53,13 +53,13 @@ def samples(kind, seq=5, batch=8):
     return torch.randn(batch, seq, 16, generator=generator, dtype=torch.float64), causal(seq)
 
 
-def made(kind):
+def seeded(kind):
     torch.manual_seed(0)
     return kind().double()
 
 
 def one_device(kind, *calls):
-    net = made(kind)
+    net = seeded(kind)
     losses = [net(*call) for call in calls]
     sum(losses).backward()
     return [torch.stack(losses).detach(), *gradients(net)]
@@ -67,7 +67,7 @@ def one_device(kind, *calls):
 
 def ranks_find(kind, plan, tmp_path, inputs, *calls, **options):
     """The losses and gradients of calls with global batches, of which each rank passes what its mode says."""
-    nets = [made(kind) for _ in range(world_of(plan))]
+    nets = [seeded(kind) for _ in range(world_of(plan))]
 
     def run(rank):
         model = parallelize(nets[rank], plan=plan, inputs=inputs, **grouped(directory=tmp_path, **options))
@@ -82,8 +82,8 @@ def ranks_find(kind, plan, tmp_path, inputs, *calls, **options):
 
 
 def assert_close(ranks, wanted):
-    for found in ranks:
-        for mine, other in zip(found, wanted, strict=True):
+    for rank in ranks:
+        for mine, other in zip(rank, wanted, strict=True):
             assert float((mine - other).abs().max()) <= 1e-10 * float(other.abs().max())
 
 
@@ -108,8 +108,8 @@ def test_a_mask_beside_the_samples_of_each_replica(tmp_path, plan):
 @pytest.mark.parametrize(("plan", "inputs"), [("dp=2", "global"), ("dp=2", "per_replica"), ("tp=2", "per_rank")])
 def test_a_table_of_the_size_of_the_batch_is_named(tmp_path, plan, inputs):
     call = samples(Prior, batch=8)  # 4 samples a rank, and a prior of 4
-    found = ranks_find(Prior, plan, tmp_path, inputs, call, unbatched=["prior"])
-    assert_close(found, one_device(Prior, call))
+    actual = ranks_find(Prior, plan, tmp_path, inputs, call, unbatched=["prior"])
+    assert_close(actual, one_device(Prior, call))
 
 
 @pytest.mark.parametrize(("plan", "inputs"), [("dp=2", "per_replica"), ("tp=2", "per_rank")])
@@ -142,7 +142,7 @@ class Crossing(Stacked):
 
 
 def piped(rank, kind, seq, directory, options):
-    model = parallelize(made(kind), plan="pp=2", **grouped(directory=directory, microbatches=2, **options))
+    model = parallelize(seeded(kind), plan="pp=2", **grouped(directory=directory, microbatches=2, **options))
     model(*samples(kind, seq)).backward()
     return gradients(model)
 
@@ -150,8 +150,8 @@ def piped(rank, kind, seq, directory, options):
 @pytest.mark.parametrize("semantics", ["global", "local"])
 def test_a_mask_that_each_stage_of_a_pipeline_reads(pools, tmp_path, semantics):
     wanted = one_device(Stacked, samples(Stacked))[1:]
-    found = pools[2].run(piped, Stacked, 5, str(tmp_path), {"microbatch_semantics": semantics}, timeout=120)
-    assert_close(found, wanted)
+    results = pools[2].run(piped, Stacked, 5, str(tmp_path), {"microbatch_semantics": semantics}, timeout=120)
+    assert_close(results, wanted)
 
 
 @pytest.mark.parametrize("semantics", ["global", "local"])
@@ -167,7 +167,7 @@ def test_a_batch_is_planned_for_where_a_mask_comes_first():
             return super().forward(x, mask)
 
     x, mask = samples(Masked)
-    assert make_plan(made(Turned), example=(mask, x), plan="dp=2").choices("train")
+    assert make_plan(seeded(Turned), example=(mask, x), plan="dp=2").choices("train")
 
 
 class Pair(nn.Module):
@@ -214,7 +214,7 @@ def test_a_name_that_no_input_has_is_refused():
 @pytest.mark.parametrize("inputs", ["global", "per_replica", "per_rank"])
 def test_an_input_without_a_batch_dim_must_be_the_same_everywhere(tmp_path, inputs):
     x, mask = samples(Masked)
-    nets = [made(Masked) for _ in range(2)]
+    nets = [seeded(Masked) for _ in range(2)]
 
     def run(rank):
         model = parallelize(nets[rank], plan="dp=2", inputs=inputs, compile={"directory": tmp_path})

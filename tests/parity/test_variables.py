@@ -104,7 +104,7 @@ READS = {
 }
 
 
-def made(forward):
+def model_with(forward):
     """A model of a class of its own, which no other test has captured."""
     torch.manual_seed(0)
     return type("Net", (Middle,), {"forward": forward})().double()
@@ -124,7 +124,10 @@ def programs(model):
 @pytest.mark.parametrize("read", READS)
 def test_a_changed_variable_compiles_anew_and_going_back_finds_the_old_program(read, tmp_path):
     forward, changed = READS[read]
-    model, original = parallelize(made(forward), plan="single", compile={"directory": tmp_path}), made(forward)
+    model, original = (
+        parallelize(model_with(forward), plan="single", compile={"directory": tmp_path}),
+        model_with(forward),
+    )
     before = original(X)
     torch.testing.assert_close(model(X), before, rtol=1e-10, atol=0)
     with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +150,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("what", IN_PLACE)
 def test_what_an_attribute_holds_may_change_in_place(what, tmp_path):
     forward, alter = IN_PLACE[what]
-    model = parallelize(made(forward), plan="single", compile={"directory": tmp_path})
+    model = parallelize(model_with(forward), plan="single", compile={"directory": tmp_path})
     before = model(X)
     alter(model)
     torch.testing.assert_close(model(X), 1.5 * before, rtol=1e-10, atol=0)
@@ -171,15 +174,15 @@ def test_under_every_plan(plan, tmp_path, monkeypatch):
         return seen
 
     monkeypatch.setattr(HERE, "NUMBER", 2.0)
-    wanted = train(made(forward))
-    models = [made(forward) for _ in range(2)]
+    wanted = train(model_with(forward))
+    models = [model_with(forward) for _ in range(2)]
 
     def run(rank):
         return train(parallelize(models[rank], plan=plan, compile={"directory": tmp_path}), dist.barrier)
 
     assert not torch.allclose(wanted[0], wanted[3])
-    for found in run_ranks(2, run):
-        for mine, other in zip(found, wanted, strict=True):
+    for result in run_ranks(2, run):
+        for mine, other in zip(result, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
 
@@ -189,7 +192,7 @@ def test_a_closure_variable_of_the_forward_and_of_a_function_that_is_kept(tmp_pa
     def forward(self, x):
         return self.kept(x) * scale
 
-    model = made(forward)
+    model = model_with(forward)
     model.kept = lambda x, model=model: model.layer(x) * scale
     compiled = parallelize(model, plan="single", compile={"directory": tmp_path})
     before = compiled(X)
@@ -199,7 +202,7 @@ def test_a_closure_variable_of_the_forward_and_of_a_function_that_is_kept(tmp_pa
 
 def test_a_context_variable(tmp_path):
     model = parallelize(
-        made(lambda self, x: self.layer(x) * CONTEXT.get()), plan="single", compile={"directory": tmp_path}
+        model_with(lambda self, x: self.layer(x) * CONTEXT.get()), plan="single", compile={"directory": tmp_path}
     )
     before = model(X)
     token = CONTEXT.set(3.0)
@@ -212,7 +215,7 @@ def test_a_context_variable(tmp_path):
 def test_a_tensor_that_is_written_to(tmp_path):
     table = torch.ones(8, dtype=torch.float64)
     model = parallelize(
-        made(lambda self, x: self.layer(x) * table.clone()), plan="single", compile={"directory": tmp_path}
+        model_with(lambda self, x: self.layer(x) * table.clone()), plan="single", compile={"directory": tmp_path}
     )
     before = model(X)
     table.mul_(3)
@@ -220,7 +223,9 @@ def test_a_tensor_that_is_written_to(tmp_path):
 
 
 def test_what_is_not_read_of_a_namespace_compiles_nothing(tmp_path, monkeypatch):
-    model = parallelize(made(READS["an attribute of a global"][0]), plan="single", compile={"directory": tmp_path})
+    model = parallelize(
+        model_with(READS["an attribute of a global"][0]), plan="single", compile={"directory": tmp_path}
+    )
     model(X)
     monkeypatch.setattr(ARGUMENTS, "step", 7)
     monkeypatch.setitem(TABLE, "unread", 7)
@@ -234,7 +239,10 @@ def test_settings_of_torch(setting, tmp_path):
         x = self.layer(x) * torch.full((8,), 1 / 3)
         return x if torch.is_grad_enabled() else 2 * x
 
-    model, original = parallelize(made(forward), plan="single", compile={"directory": tmp_path}), made(forward)
+    model, original = (
+        parallelize(model_with(forward), plan="single", compile={"directory": tmp_path}),
+        model_with(forward),
+    )
     model(X)
     try:
         if setting == "gradients":
@@ -243,13 +251,13 @@ def test_settings_of_torch(setting, tmp_path):
             torch.set_default_dtype(torch.float64)
         else:
             torch.set_autocast_enabled("cpu", True)
-        found, wanted = model(X), original(X)
+        output, wanted = model(X), original(X)
     finally:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_autocast_enabled("cpu", False)
-    assert found.dtype == wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
+    assert output.dtype == wanted.dtype
+    torch.testing.assert_close(output, wanted, rtol=1e-10, atol=0)
 
 
 def test_a_forward_that_counts_in_a_global_is_refused(tmp_path):
@@ -259,7 +267,7 @@ def test_a_forward_that_counts_in_a_global_is_refused(tmp_path):
         return self.layer(x) * COUNT
 
     with pytest.raises(CaptureError, match=r"COUNT is a variable outside of the model \(.*test_variables\.py:\d+\)"):
-        parallelize(made(forward), plan="single", compile={"directory": tmp_path})(X)
+        parallelize(model_with(forward), plan="single", compile={"directory": tmp_path})(X)
 
 
 def test_a_forward_that_keeps_a_tensor_in_a_global_is_refused(tmp_path):
@@ -269,7 +277,7 @@ def test_a_forward_that_keeps_a_tensor_in_a_global_is_refused(tmp_path):
 
     try:
         with pytest.raises(CaptureError, match=r"KEPT is a variable.*stores a tensor of its call.*Return it"):
-            parallelize(made(forward), plan="single", compile={"directory": tmp_path})(X)
+            parallelize(model_with(forward), plan="single", compile={"directory": tmp_path})(X)
     finally:
         KEPT.clear()
 
@@ -282,8 +290,8 @@ def test_a_warning_that_is_given_once_is_fine(tmp_path, monkeypatch):
         return self.layer(x)
 
     monkeypatch.setattr(HERE, "WARNED", False)
-    model = parallelize(made(forward), plan="single", compile={"directory": tmp_path})
-    torch.testing.assert_close(model(X), made(forward)(X), rtol=1e-10, atol=0)
+    model = parallelize(model_with(forward), plan="single", compile={"directory": tmp_path})
+    torch.testing.assert_close(model(X), model_with(forward)(X), rtol=1e-10, atol=0)
     model(X)
     assert WARNED and programs(model) == 1
 
@@ -293,7 +301,9 @@ DRAWS = [lambda: random.random(), lambda: np.random.rand(), lambda: random.randi
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_number_drawn_by_python_is_refused(draw, tmp_path):
-    model = parallelize(made(lambda self, x: self.layer(x) * draw()), plan="single", compile={"directory": tmp_path})
+    model = parallelize(
+        model_with(lambda self, x: self.layer(x) * draw()), plan="single", compile={"directory": tmp_path}
+    )
     drawn = r"draws a number from (numpy\.)?random \(.*test_variables\.py:\d+\).*sw\.opaque"
     with pytest.raises(CaptureError, match=drawn):
         model(X)
@@ -304,7 +314,7 @@ def test_a_draw_that_decides_nothing_is_fine(chance, tmp_path):
     def forward(self, x):
         return x if random.random() < self.chance and np.random.uniform() < self.chance else self.layer(x)
 
-    model = made(forward)
+    model = model_with(forward)
     model.chance = chance
     assert parallelize(model, plan="single", compile={"directory": tmp_path})(X).shape == X.shape
 
@@ -314,14 +324,14 @@ def test_an_opaque_submodule_may_draw(tmp_path):
         def forward(self, x):
             return x * random.randint(2, 1_000_000)
 
-    model = made(lambda self, x: self.noisy(self.layer(x)))
+    model = model_with(lambda self, x: self.noisy(self.layer(x)))
     model.noisy = sw.opaque(Noisy())
     compiled = parallelize(model, plan="single", compile={"directory": tmp_path})
     assert not torch.equal(compiled(X), compiled(X))
 
 
 def test_a_namespace_of_the_model(tmp_path):
-    model = made(lambda self, x: self.layer(x) * self.config.scale)
+    model = model_with(lambda self, x: self.layer(x) * self.config.scale)
     model.config = SimpleNamespace(scale=2.0)
     compiled = parallelize(model, plan="single", compile={"directory": tmp_path})
     before = compiled(X)

@@ -57,7 +57,7 @@ class Compared:
         """How many collectives of a kind went over an axis, forward and backward, on the first rank."""
         first = self.ranks[0]
         forward, backward = (
-            sum(k == kind and axis in a for k, a, _ in held) for held in (first.forward, first.backward)
+            sum(k == kind and axis in a for k, a, _ in value) for value in (first.forward, first.backward)
         )
         return forward, backward
 
@@ -68,14 +68,14 @@ def world_of(plan: str) -> int:
 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     holding = state_of(model)
-    found: dict[str, Tensor | None] = {}
-    for held in holding.specs:
-        parameter = holding.parameters[held.name]
-        gradient, layout = parameter.grad, stored_layout(held, holding.groups.mesh.sizes)
+    by_name: dict[str, Tensor | None] = {}
+    for spec in holding.specs:
+        parameter = holding.parameters[spec.name]
+        gradient, layout = parameter.grad, stored_layout(spec, holding.groups.mesh.sizes)
         if keeps_share(parameter):
             layout = parameter.shard.spread
-        found[held.name] = None if gradient is None else gather_tensor(gradient, held, holding.groups, layout).clone()
-    return found
+        by_name[spec.name] = None if gradient is None else gather_tensor(gradient, spec, holding.groups, layout).clone()
+    return by_name
 
 
 def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str, **options: Any) -> list[Rank]:
@@ -92,7 +92,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
         return Rank(
             outputs=outputs.detach().clone(), gradients=whole_gradients(model), forward=forward, backward=backward,
             synced=noted.sent.get(rank, []),
-            buffers={key: held.clone() for key, held in state_of(model).buffers.items()},
+            buffers={key: buffer.clone() for key, buffer in state_of(model).buffers.items()},
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 
@@ -121,7 +121,7 @@ class _Noted:
 def compare(module: nn.Module, args: tuple[Any, ...], plan: str, **options: Any) -> Compared:
     """Run both and assert that they agree on every rank."""
     module = module.double()
-    args = tuple(held.double() if held.is_floating_point() else held for held in args)
+    args = tuple(argument.double() if argument.is_floating_point() else argument for argument in args)
     original = copy.deepcopy(module)
     loss = original(*args)
     loss.backward()
@@ -135,8 +135,8 @@ def compare(module: nn.Module, args: tuple[Any, ...], plan: str, **options: Any)
             assert (gradient is None) == (wanted is None), key
             if gradient is not None and wanted is not None:
                 assert_close(gradient, wanted, scale, key)
-        for key, held in original.named_buffers():
-            assert_close(rank.buffers[key], held, 0.0, key)
+        for key, buffer in original.named_buffers():
+            assert_close(rank.buffers[key], buffer, 0.0, key)
     return expected
 
 

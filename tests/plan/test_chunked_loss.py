@@ -81,9 +81,9 @@ def test_the_usual_number_keeps_enough_rows_in_a_chunk() -> None:
 
 
 def test_a_builder_takes_an_op_or_its_name() -> None:
-    for given in (LOSS, graph_of("gpt").by_name[LOSS]):
+    for value in (LOSS, graph_of("gpt").by_name[LOSS]):
         builder = PlanBuilder(graph_of("gpt"), Mesh(axes=(Axis(name="dp", size=2),)), analysis_of("gpt"))
-        builder.chunk_loss(given, 5)
+        builder.chunk_loss(value, 5)
         assert chunks_of(builder.finish("own")) == {LOSS: 5}
 
 

@@ -280,7 +280,7 @@ def test_more_stages_than_places_are_refused_with_the_number():
         balanced(line, [1.0] * len(line.ops), most + 1)
 
 
-class One(nn.Module):
+class OneOp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(D, D))
@@ -290,7 +290,7 @@ class One(nn.Module):
 
 
 def test_a_graph_that_can_not_be_cut_says_so():
-    line = line_of(One(), x())
+    line = line_of(OneOp(), x())
 
     with pytest.raises(PlanError, match="2 stages are asked for, and the model can be cut in 1 at most; use fewer"):
         balanced(line, [1.0] * len(line.ops), 2)

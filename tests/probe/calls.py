@@ -29,16 +29,16 @@ def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> 
     full = target if target.count(".") == 2 else ".".join(f"aten.{target}.default".split(".")[:3])
     space, name, overload = full.split(".")
     op = getattr(getattr(getattr(torch.ops, space), name), overload)
-    named = dict(zip((held.name for held in op._schema.arguments), args, strict=False)) | kwargs
+    named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     arguments, tensors = placed(named)
-    buffers = [held for key, held in named.items() if key.startswith("running_")]
+    buffers = [value for key, value in named.items() if key.startswith("running_")]
     for x in tensors:
-        x.requires_grad_(gradient and x.is_floating_point() and not any(x is held for held in buffers))
+        x.requires_grad_(gradient and x.is_floating_point() and not any(x is buffer for buffer in buffers))
     result = op(**named)
-    made = result if isinstance(result, tuple | list) else (result,)
+    built = result if isinstance(result, tuple | list) else (result,)
     inputs = tuple(value(f"x{at}", x) for at, x in enumerate(tensors))
-    outputs = tuple(value(f"y{at}", y) for at, y in enumerate(made))
-    read, written = (tuple(held.name for held in values) for values in (inputs, outputs))
+    outputs = tuple(value(f"y{at}", y) for at, y in enumerate(built))
+    read, written = (tuple(value.name for value in values) for values in (inputs, outputs))
     return OpCall(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
 
 
@@ -46,15 +46,15 @@ def placed(named: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], list[
     """Arguments as an op has them, slots where tensors go, and these."""
     tensors: list[Tensor] = []
 
-    def argument(held: Any) -> Any:
-        if isinstance(held, Tensor):
-            tensors.append(held)
+    def argument(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
             return Slot(len(tensors) - 1)
-        if isinstance(held, torch.dtype):
-            return Dtype(str(held).removeprefix("torch."))
-        return tuple(argument(inner) for inner in held) if isinstance(held, list | tuple) else held
+        if isinstance(value, torch.dtype):
+            return Dtype(str(value).removeprefix("torch."))
+        return tuple(argument(inner) for inner in value) if isinstance(value, list | tuple) else value
 
-    return tuple((key, argument(held)) for key, held in named.items()), tensors
+    return tuple((key, argument(value)) for key, value in named.items()), tensors
 
 
 def value(name: str, x: Tensor) -> Value:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import inputs, settings
 from hypothesis import strategies as st
 
 from shardwright.ir import Op, Slot, Value
@@ -197,7 +197,7 @@ def linear_of(analysis: Analysis) -> set[frozenset[int]]:
     (op,) = analysis.graph.ops
     inputs = analysis.signatures[op.name].inputs
     groups = analysis.signatures[op.name].linear_groups()
-    return {frozenset(at for at, held in enumerate(inputs) if held.linear == group) for group in groups}
+    return {frozenset(at for at, value in enumerate(inputs) if value.linear == group) for group in groups}
 
 
 def is_rewritten(analysis: Analysis, role: str) -> bool:
@@ -218,16 +218,16 @@ def test_probing_finds_what_was_written(name):
     call = OPS[name]()
     written, (rule, why) = find_rule(call), discover(call, run_plain)
     assert rule is not None, why
-    found = analysis_of(call, rule)
+    analysis = analysis_of(call, rule)
     assert written is not None, f"found {rule.text}"
     known = analysis_of(call, written)
 
-    missing = [role for split, role in splits_of(known).items() if split not in splits_of(found)]
-    more = [role for split, role in splits_of(found).items() if split not in splits_of(known)]
+    missing = [role for split, role in splits_of(known).items() if split not in splits_of(analysis)]
+    more = [role for split, role in splits_of(analysis).items() if split not in splits_of(known)]
 
     assert [role for role in missing if not is_rewritten(known, role)] == [], f"{rule.text}, written {written.text}"
     assert not more or name in MORE, f"{more} of {rule.text}, written {written.text}"
-    assert linear_of(known) <= linear_of(found), f"{rule.text}, written {written.text}"
+    assert linear_of(known) <= linear_of(analysis), f"{rule.text}, written {written.text}"
 
 
 def test_probing_is_quick():
@@ -242,7 +242,7 @@ def test_probing_is_quick():
     assert times[len(times) // 2] < 0.1  # a few milliseconds on a quiet machine
 
 
-def found(*args, **kwargs) -> Rule:
+def discovered(*args, **kwargs) -> Rule:
     rule, why = discover(make_call(*args, **kwargs), run_plain)
     assert rule is not None, why
     return rule
@@ -254,19 +254,19 @@ def found(*args, **kwargs) -> Rule:
 )
 def test_extremes_of_values_without_gradient_are_joined_by_max_and_min(name, text):
     x = flags(6, 4, 8) if name == "any.dim" else randn(6, 4, 8)
-    assert found(name, x, 1 if name == "any.dim" else [1], gradient=False).text == text
+    assert discovered(name, x, 1 if name == "any.dim" else [1], gradient=False).text == text
 
 
 def test_an_extreme_with_a_gradient_is_not_split():
-    assert found("amax", randn(6, 4, 8), [1]).text == "a c^ b -> a b"
+    assert discovered("amax", randn(6, 4, 8), [1]).text == "a c^ b -> a b"
 
 
 def test_a_bias_is_added_once_where_a_product_is_summed():
-    assert found("addmm", randn(10), randn(6, 8), randn(8, 10)).text == "a & ~1, b c+ ~1, c+ a -> b a"
+    assert discovered("addmm", randn(10), randn(6, 8), randn(8, 10)).text == "a & ~1, b c+ ~1, c+ a -> b a"
 
 
 def test_arguments_that_hold_a_size_are_found():
-    rule = found("view", randn(6, 4, 24), [24, 3, 8])
+    rule = discovered("view", randn(6, 4, 24), [24, 3, 8])
     assert rule.text == "a b (c d) ~1 -> (a b) c d"
     assert dict(rule.local) == {"size.0": ("a", "b"), "size.1": ("c",), "size.2": ("d",)}
 
@@ -305,9 +305,9 @@ def test_what_refuses_random_inputs_says_so():
 def test_a_known_call_is_not_probed_again():
     calls = []
 
-    def run(op, given):
+    def run(op, inputs):
         calls.append(op)
-        return run_plain(op, given)
+        return run_plain(op, inputs)
 
     call = make_call("tanh", randn(3, 5))
     first = discover(call, run, version=1)
@@ -328,14 +328,14 @@ def test_a_number_that_is_a_place_stays_within_the_small_sizes():
     arguments = (("x", Slot(0)), ("count", 100))
     target = "shardwright_probe.first_rows.default"
     op = Op(name="/ f", target=target, inputs=("x",), outputs=("y",), arguments=arguments)
-    gradient_free = tuple(dataclasses.replace(held, gradient=False) for held in (x, y))
+    gradient_free = tuple(dataclasses.replace(value, gradient=False) for value in (x, y))
     rule, why = discover(OpCall(op, gradient_free[:1], gradient_free[1:]), run_plain)
     assert rule is not None, why
     assert rule.text == "b^ a ~1 -> b^ a"
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.data())
+@inputs(st.data())
 def test_every_einsum_is_found(data):
     """Any product of up to three tensors: labels that stay are joined, labels that go are summed."""
     term = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
@@ -351,7 +351,7 @@ def test_every_einsum_is_found(data):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.data())
+@inputs(st.data())
 def test_every_regrouping_of_dims_is_found(data):
     """A view from one grouping of some factors to another."""
     factors = data.draw(st.lists(st.sampled_from([2, 3, 4, 5]), min_size=2, max_size=4))

@@ -26,7 +26,7 @@ def _(x, count):
 
 def heads_back(ctx, g):
     x = ctx.saved_tensors[0]
-    x, g = (held.view(*held.shape[:-1], ctx.count, -1) for held in (x, g))
+    x, g = (value.view(*value.shape[:-1], ctx.count, -1) for value in (x, g))
     y = F.normalize(x, dim=-1)
     return ((g - y * (y * g).sum(-1, keepdim=True)) / x.norm(dim=-1, keepdim=True)).flatten(-2), None
 

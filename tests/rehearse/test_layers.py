@@ -93,8 +93,8 @@ def test_what_was_read_of_a_layer_that_is_gone_is_read_of_one_of_its_kind():
     small, kept, _ = shortened([Block() for _ in range(8)], module=Skips)
 
     assert [layers.kept for layers in kept] == [(0, 1, 7)]
-    made = {name for op in small.graph.ops for name in op.outputs}
-    assert all(name in made or name in {p.value for p in small.graph.parameters} or name == "x"
+    values = {name for op in small.graph.ops for name in op.outputs}
+    assert all(name in values or name in {p.value for p in small.graph.parameters} or name == "x"
                for op in small.graph.ops for name in op.inputs)  # fmt: skip
 
 

@@ -53,46 +53,46 @@ def test_one_op_that_is_split_otherwise_is_named(plans):
 
 
 def test_ops_that_differ_alike_are_said_with_a_star(plans):
-    found = diff(plans["tp=2"], plans["zero2=2"])
-    message = {(row.what, row.name): (row.a, row.b) for row in found.rows}
+    difference = diff(plans["tp=2"], plans["zero2=2"])
+    message = {(row.what, row.name): (row.a, row.b) for row in difference.rows}
 
     assert message["mesh", ""] == ("tp=2", "dp=2")
     assert message["train", "blocks.*.down / linear"] == ("tp: k", "dp: ma")
     assert message["storage", "wte.weight"] == ("replicated", "ZeRO-2 over dp")
-    assert "ZeRO-2 over dp" in str(found)
+    assert "ZeRO-2 over dp" in str(difference)
 
 
 def test_what_two_plans_cost_is_compared(plans):
-    found = {total.what: (total.a, total.b) for total in diff(plans["tp=2"], plans["zero2=2"]).totals}
+    by_key = {total.what: (total.a, total.b) for total in diff(plans["tp=2"], plans["zero2=2"]).totals}
     message = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
 
-    assert found["step time"] == tuple(one["seconds"] for one in message)
-    assert found["blocking communication"] == tuple(one["blocking"] for one in message)
-    assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in message)
+    assert by_key["step time"] == tuple(part["seconds"] for part in message)
+    assert by_key["blocking communication"] == tuple(part["blocking"] for part in message)
+    assert by_key["memory, optimizer"] == tuple(part["memory"]["optimizer"] for part in message)
     assert not diff(plans["tp=2"], dataclasses.replace(plans["zero2=2"], predicted={})).totals
 
 
 def test_other_terms_are_said():
     module, args, kwargs = ZOO["gpt"]()
-    one, other = (
+    first, other = (
         make_plan(module, example=(args, kwargs), plan="tp=2", optimizer=optimizer) for optimizer in ("adamw", "sgd")
     )
-    (row,) = diff(one, other).rows
+    (row,) = diff(first, other).rows
     assert (row.what, row.name, row.a, row.b) == ("priced for", "optimizer", "adamw", "sgd")
 
 
 def test_a_difference_in_one_part_costs_all_of_the_difference():
     module, args, kwargs = ZOO["gpt"]()
     graph = capture(copy_to_meta(module), args, kwargs).graph
-    asked = {"example": (args, kwargs), "cluster": "2xA100-80GB"}
-    plans = [make_plan(module, plan=text, **asked) for text in ("dp=2", "zero2=2")]
+    options = {"example": (args, kwargs), "cluster": "2xA100-80GB"}
+    plans = [make_plan(module, plan=text, **options) for text in ("dp=2", "zero2=2")]
     mixed = dataclasses.replace(plans[0], storage={key: plans[1].storage[key] for key in ["wte.weight"]})
     (part,) = diff(plans[0], mixed, graph).parts
     assert (part.name, part.ops, part.stored) == ("wte", 0, 1)
 
     every = diff(*plans, graph).parts
     assert {part.name for part in every} >= {"wte", "blocks.*.attn", "blocks.*.up"}
-    assert next(one for one in every if one.name == "wte") == part
+    assert next(value for value in every if value.name == "wte") == part
     total = plans[1].predicted["train"]["seconds"] - plans[0].predicted["train"]["seconds"]
     assert sum(part.seconds for part in every) == pytest.approx(total, rel=0.01)  # storages do not touch each other
 
@@ -109,9 +109,9 @@ def test_recomputing_is_a_part(plans):
 def test_parts_of_plans_on_different_meshes_have_no_cost(plans):
     module, args, kwargs = ZOO["gpt"]()
     graph = capture(copy_to_meta(module), args, kwargs).graph
-    found = diff(plans["tp=2"], plans["zero2=2"], graph)
-    assert not found.parts
-    assert "the meshes differ" in str(found)
+    difference = diff(plans["tp=2"], plans["zero2=2"], graph)
+    assert not difference.parts
+    assert "the meshes differ" in str(difference)
 
 
 def test_files_that_are_no_plans_are_refused(tmp_path):

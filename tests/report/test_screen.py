@@ -16,8 +16,8 @@ from tests.report.llama import llama
 @pytest.fixture(scope="module")
 def auto():
     module, example = llama()
-    asked = {"cluster": "2x4xA100-80GB", "precision": "bf16-mixed", "memory": "10GiB", "outputs": "scalars"}
-    return make_plan(module, example=example, **grouped(**asked))
+    options = {"cluster": "2x4xA100-80GB", "precision": "bf16-mixed", "memory": "10GiB", "outputs": "scalars"}
+    return make_plan(module, example=example, **grouped(**options))
 
 
 def changed(plan, **message):

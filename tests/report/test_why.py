@@ -46,10 +46,10 @@ def seconds_with(plan, graph, op, choice):
     """The price of the plan with another choice for one op."""
     stage = plan.entries["train"][0]
     other = dataclasses.replace(stage, choices={**stage.choices, op: choice})
-    found = price(
+    actual = price(
         analyse(graph), find(CLUSTER), TrainingSetup(), dataclasses.replace(plan, entries={"train": (other,)})
     )
-    return found.seconds, found.memory.peak
+    return actual.seconds, actual.memory.peak
 
 
 def test_every_way_costs_what_a_plan_with_it_costs(gpt):
@@ -84,9 +84,9 @@ def test_a_poor_choice_is_told_apart(gpt):
 
 def test_the_op_of_all_layers_changes_together(large, auto):
     _, _, graph = large
-    one, both = explain(auto, graph, op=OP), explain(auto, graph, op=EVERY)
+    first, both = explain(auto, graph, op=OP), explain(auto, graph, op=EVERY)
     assert len(both.query.ops) == 2
-    worst = max(one.ways, key=lambda way: way.seconds)
+    worst = max(first.ways, key=lambda way: way.seconds)
     same = next(way for way in both.ways if way.choice == worst.choice)
     assert same.seconds > worst.seconds
     assert f"{EVERY}, 2 times" in str(both)

@@ -53,14 +53,14 @@ def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[A
     names = tuple(f"x{at}" for at in range(len(tensors)))
     op = Op(name="/ op", target=target, inputs=names, outputs=(), arguments=known)
     fixed = {arguments[name] for name in FIXED.get(target, ()) if name in arguments}
-    given = [
+    values = [
         x.clone().requires_grad_(gradients and (x.is_floating_point() or x.is_complex()) and x not in fixed)
         for x in tensors
     ]
-    made = run_op(op, given, {})
-    op = replace(op, outputs=tuple(f"y{at}" for at in range(len(made))))
-    inputs = tuple(value(name, x) for name, x in zip(names, given, strict=True))
-    outputs = tuple(value(name, x) for name, x in zip(op.outputs, made, strict=True))
+    built = run_op(op, values, {})
+    op = replace(op, outputs=tuple(f"y{at}" for at in range(len(built))))
+    inputs = tuple(value(name, x) for name, x in zip(names, values, strict=True))
+    outputs = tuple(value(name, x) for name, x in zip(op.outputs, built, strict=True))
     return analyse(graph_of_one(OpCall(op, inputs, outputs))), op, tuple(tensors)
 
 
@@ -105,8 +105,8 @@ class Dice:
 
     def stretched(self, shape: Sequence[int]) -> tuple[int, ...]:
         """A shape that broadcasts to another."""
-        held = [size if self.of(True, True, False) else 1 for size in shape]
-        return tuple(held[self.draw(st.integers(0, len(held))) :])
+        values = [size if self.of(True, True, False) else 1 for size in shape]
+        return tuple(values[self.draw(st.integers(0, len(values))) :])
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.draw(st.integers(0, 1000)))
@@ -157,22 +157,22 @@ def _pointwise(target: str) -> Way:
     def draw(dice: Dice) -> Arguments:
         shape = dice.shape(1, 3)
         positive = dice.of(True, False)
-        found: Arguments = {}
+        by_name: Arguments = {}
         for argument in schema.arguments:
             kind, optional = str(argument.type), argument.has_default_value()
             if "Tensor" in kind and (not optional or name.startswith("clamp")):
-                held = shape if not found else dice.stretched(shape)
+                stored = shape if not by_name else dice.stretched(shape)
                 if name in ("complex", "polar", "fmax", "isclose", "float_power") or argument.name == "tensor1":
-                    held = shape
-                found[argument.name] = _element(dice, name, argument.name, held, positive)
+                    stored = shape
+                by_name[argument.name] = _element(dice, name, argument.name, stored, positive)
             elif argument.name == "rounding_mode":
-                found[argument.name] = dice.of("floor", "trunc")
+                by_name[argument.name] = dice.of("floor", "trunc")
             elif not optional:
                 whole = any(word in name for word in WHOLE_NUMBERS) or kind == "int"
-                found[argument.name] = NUMBERS.get(argument.name, 2 if whole else 0.7)
+                by_name[argument.name] = NUMBERS.get(argument.name, 2 if whole else 0.7)
         if name == "clamp" and "Tensor" not in target.split(".")[2]:
-            found.update(min=-0.3, max=0.4)
-        return found
+            by_name.update(min=-0.3, max=0.4)
+        return by_name
 
     return draw
 
@@ -248,11 +248,11 @@ def _linear(dice: Dice) -> Arguments:
 def _two(left: str, right: str, names: tuple[str, str] = ("self", "mat2"), added: str = "") -> Way:
     def draw(dice: Dice) -> Arguments:
         sizes = {label: dice.size() for label in "bmkn"}
-        found = {names[0]: dice.real(*(sizes[n] for n in left)), names[1]: dice.real(*(sizes[n] for n in right))}
+        actual = {names[0]: dice.real(*(sizes[n] for n in left)), names[1]: dice.real(*(sizes[n] for n in right))}
         if not added:
-            return found
+            return actual
         shape = tuple(sizes[label] for label in added)
-        return {"self": dice.real(*(dice.stretched(shape) if added != "m" else shape)), **found}
+        return {"self": dice.real(*(dice.stretched(shape) if added != "m" else shape)), **actual}
 
     return draw
 
@@ -349,14 +349,14 @@ def _conv(rank: int, transposed: bool, words: bool = False) -> Way:
         window = [dice.of(1, 2, 3) for _ in range(rank)]
         n = [dice.size()] if dice.of(1, 1, 1, 0) else []
         weight = (groups * c, o) if transposed else (groups * o, c)
-        found: Arguments = {"input": dice.real(*n, groups * c, *space), "weight": dice.real(*weight, *window)}
-        found["bias"] = dice.real(groups * o) if dice.of(0, 1) else None
-        found["stride"] = [1] * rank if words else [dice.of(1, 2)] * rank
-        found["padding"] = dice.of("same", "valid") if words else [dice.of(0, 1)] * rank
+        actual: Arguments = {"input": dice.real(*n, groups * c, *space), "weight": dice.real(*weight, *window)}
+        actual["bias"] = dice.real(groups * o) if dice.of(0, 1) else None
+        actual["stride"] = [1] * rank if words else [dice.of(1, 2)] * rank
+        actual["padding"] = dice.of("same", "valid") if words else [dice.of(0, 1)] * rank
         if transposed:
-            found["output_padding"] = [0] * rank
-        found["groups"] = groups
-        return found
+            actual["output_padding"] = [0] * rank
+        actual["groups"] = groups
+        return actual
 
     return draw
 
@@ -370,9 +370,9 @@ for _rank in (1, 2, 3):
 @way("convolution")
 def _convolution(dice: Dice) -> Arguments:
     transposed = dice.of(True, False)
-    found = _conv(2, transposed)(dice)
-    found["input"] = found["input"] if found["input"].dim() == 4 else found["input"][None]
-    return {**found, "dilation": [1, 1], "transposed": transposed, "output_padding": [0, 0]}
+    actual = _conv(2, transposed)(dice)
+    actual["input"] = actual["input"] if actual["input"].dim() == 4 else actual["input"][None]
+    return {**actual, "dilation": [1, 1], "transposed": transposed, "output_padding": [0, 0]}
 
 
 @way(STRUCTURED)

@@ -17,14 +17,14 @@ def _reduced(dims: str, **more: Any) -> Way:
 
     def draw(dice: Dice) -> Arguments:
         shape = dice.shape(1, 4)
-        given: Arguments = {"self": dice.real(*shape), **more}
+        inputs: Arguments = {"self": dice.real(*shape), **more}
         if dims == "one":
-            given["dim"] = dice.dim(len(shape))
+            inputs["dim"] = dice.dim(len(shape))
         if dims in ("some", "maybe"):
-            given["dim"] = None if dims == "maybe" and dice.of(0, 0, 1) else dice.dims(len(shape))
+            inputs["dim"] = None if dims == "maybe" and dice.of(0, 0, 1) else dice.dims(len(shape))
         if dims != "none":
-            given["keepdim"] = dice.of(True, False)
-        return given
+            inputs["keepdim"] = dice.of(True, False)
+        return inputs
 
     return draw
 
@@ -291,10 +291,10 @@ def _fft(real: bool, dims: str) -> Way:
         shape = (*dice.shape(1, 2), dice.size(2), dice.size(2))
         x = dice.real(*shape) if real else dice.complex(*shape)
         rank = len(shape)
-        held: Any = dice.dim(rank) if dims == "one" else dice.of(None, [-1], [-2, -1]) if dims == "any" else [-2, -1]
-        if dims == "one" and shape[held] < 2:
-            held = -1
-        return {"self": x, "dim": held}
+        stored: Any = dice.dim(rank) if dims == "one" else dice.of(None, [-1], [-2, -1]) if dims == "any" else [-2, -1]
+        if dims == "one" and shape[stored] < 2:
+            stored = -1
+        return {"self": x, "dim": stored}
 
     return draw
 
@@ -343,7 +343,7 @@ def _matrix(**more: Any) -> Way:
 
 
 def _named(name: str, **more: Any) -> Way:
-    return lambda dice: {(name if key == "self" else key): held for key, held in _matrix(**more)(dice).items()}
+    return lambda dice: {(name if key == "self" else key): value for key, value in _matrix(**more)(dice).items()}
 
 
 way("linalg_cholesky", "linalg_cholesky_ex", "linalg_eigvalsh", "linalg_matrix_exp",
@@ -595,15 +595,15 @@ def _take(dice: Dice) -> Arguments:
 def _scattered(*, src: bool, unique: bool = True, **more: Any) -> Way:
     def draw(dice: Dice) -> Arguments:
         shape, index, dim = _gathered(dice, False)
-        held = list(index)
+        stored = list(index)
         if unique:  # a place that is written twice holds either
-            held[dim] = min(held[dim], shape[dim])
-            column = [-1 if at == dim % len(held) else 1 for at in range(len(held))]
-            ids = dice.order(shape[dim])[: held[dim]].view(column).expand(held).contiguous()
+            stored[dim] = min(stored[dim], shape[dim])
+            column = [-1 if at == dim % len(stored) else 1 for at in range(len(stored))]
+            ids = dice.order(shape[dim])[: stored[dim]].view(column).expand(stored).contiguous()
         else:
-            ids = dice.ints(shape[dim], *held)
-        found: Arguments = {"self": dice.real(*shape), "dim": dim, "index": ids}
-        return {**found, **({"src": dice.real(*held)} if src else {}), **more}
+            ids = dice.ints(shape[dim], *stored)
+        actual: Arguments = {"self": dice.real(*shape), "dim": dim, "index": ids}
+        return {**actual, **({"src": dice.real(*stored)} if src else {}), **more}
 
     return draw
 
@@ -628,9 +628,9 @@ def _rows_written(*, source: str = "", **more: Any) -> Way:
         shape = list(dice.shape(1, 3))
         dim = dice.dim(len(shape))
         count = dice.of(*range(1, shape[dim] + 1))
-        found: Arguments = {"self": dice.real(*shape), "dim": dim, "index": dice.order(shape[dim])[:count], **more}
+        actual: Arguments = {"self": dice.real(*shape), "dim": dim, "index": dice.order(shape[dim])[:count], **more}
         shape[dim] = count
-        return {**found, **({source: dice.real(*shape)} if source else {})}
+        return {**actual, **({source: dice.real(*shape)} if source else {})}
 
     return draw
 
@@ -646,12 +646,12 @@ def _index_fill(dice: Dice) -> Arguments:
 
 def _indices(dice: Dice, shape: tuple[int, ...]) -> list[Any]:
     own = dice.shape(1, 2)
-    held: list[Any] = [dice.of(True, False) for _ in shape]
-    if not any(held):
-        held[dice.of(*range(len(held)))] = True
-    while not held[-1]:
-        held.pop()
-    return [dice.ints(size, *dice.stretched(own)) if use else None for use, size in zip(held, shape, strict=False)]
+    values: list[Any] = [dice.of(True, False) for _ in shape]
+    if not any(values):
+        values[dice.of(*range(len(values)))] = True
+    while not values[-1]:
+        values.pop()
+    return [dice.ints(size, *dice.stretched(own)) if use else None for use, size in zip(values, shape, strict=False)]
 
 
 @way("aten.index.Tensor", "aten._unsafe_index.Tensor")
@@ -668,8 +668,8 @@ def _index_put(dice: Dice) -> Arguments:
     if not adds:  # a place that is written twice holds either
         indices = [dice.order(shape[0])[: dice.of(*range(1, shape[0] + 1))]]
     values = torch.ops.aten.index.Tensor(x, indices)
-    held = dice.stretched(values.shape)
-    return {"self": x, "indices": indices, "values": dice.real(*held), "accumulate": adds}
+    stored = dice.stretched(values.shape)
+    return {"self": x, "indices": indices, "values": dice.real(*stored), "accumulate": adds}
 
 
 @way("one_hot")

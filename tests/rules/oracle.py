@@ -25,12 +25,12 @@ def observe(
     captured = capture(module, tuple(args), dict(kwargs or {}))
     seen: Observed = {}
 
-    def keep(op: Op, given: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
-        seen[op.name] = tuple(x.detach() for x in given), tuple(x.detach() for x in made)
+    def keep(op: Op, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        seen[op.name] = tuple(x.detach() for x in inputs), tuple(x.detach() for x in outputs)
 
     with torch.no_grad():
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        buffers = {key: held.clone() for key, held in module.named_buffers(remove_duplicate=False)}
+        buffers = {key: buffer.clone() for key, buffer in module.named_buffers(remove_duplicate=False)}
         run(captured, captured.flatten(args, kwargs or {}), parameters, buffers, callback=keep)
     return analyse(captured.graph), seen
 

@@ -56,7 +56,7 @@ def theirs(mesh: DeviceMesh, analysis: Analysis, op: Op) -> Opinion:
     shapes = [analysis.graph.values[name].shape for name in op.inputs]
     ways = [[None, *(dim for dim, size in enumerate(shape) if size > 1)] for shape in shapes]
     metas = [_meta(analysis, name) for name in op.inputs]
-    found: Opinion = {}
+    by_name: Opinion = {}
     with _shapes_once():
         for picked in itertools.product(*ways):
             if all(dim is None for dim in picked):
@@ -65,10 +65,10 @@ def theirs(mesh: DeviceMesh, analysis: Analysis, op: Op) -> Opinion:
                 DTensorSpec(mesh, (Replicate() if dim is None else Shard(dim),), meta)
                 for dim, meta in zip(picked, metas, strict=True)
             ]
-            made = _asked(op, specs)
-            if made is not None:
-                found[tuple(_said(spec) for spec in specs)] = tuple(_said(spec) for spec in made)
-    return found
+            built = _propagated(op, specs)
+            if built is not None:
+                by_name[tuple(_letter(spec) for spec in specs)] = tuple(_letter(spec) for spec in built)
+    return by_name
 
 
 @contextmanager
@@ -87,25 +87,25 @@ def _shapes_once() -> Iterator[None]:
         yield
 
 
-def _asked(op: Op, specs: list[DTensorSpec]) -> list[DTensorSpec] | None:
+def _propagated(op: Op, specs: list[DTensorSpec]) -> list[DTensorSpec] | None:
     """The specs of the outputs, or None if DTensor would move data first, or can't."""
     overload = overload_of(op.target)
-    given = {name: _placed(value, specs) for name, value in op.arguments}
+    by_key = {name: _placed(value, specs) for name, value in op.arguments}
     args = []
     schema = [argument for argument in overload._schema.arguments if not argument.kwarg_only]
     for argument in schema:
-        if argument.name not in given:
+        if argument.name not in by_key:
             break
-        args.append(given.pop(argument.name))
+        args.append(by_key.pop(argument.name))
     prop = DTensor._op_dispatcher.sharding_propagator
     try:
-        found = prop.propagate_op_sharding_non_cached(OpSchema(overload, tuple(args), given))
+        actual = prop.propagate_op_sharding_non_cached(OpSchema(overload, tuple(args), by_key))
     except Exception:  # DTensor raises many kinds of error for what it can't shard
         return None
-    if found.needs_redistribute or found.output_spec is None:
+    if actual.needs_redistribute or actual.output_spec is None:
         return None
-    held = found.output_spec if isinstance(found.output_spec, tuple | list) else (found.output_spec,)
-    return [spec for spec in held if spec is not None]
+    stored = actual.output_spec if isinstance(actual.output_spec, tuple | list) else (actual.output_spec,)
+    return [spec for spec in stored if spec is not None]
 
 
 def _placed(value: Any, specs: list[DTensorSpec]) -> Any:
@@ -113,7 +113,7 @@ def _placed(value: Any, specs: list[DTensorSpec]) -> Any:
         return specs[value.index]
     if isinstance(value, Dtype):
         return getattr(torch, value)
-    return [_placed(held, specs) for held in value] if isinstance(value, tuple) else value
+    return [_placed(item, specs) for item in value] if isinstance(value, tuple) else value
 
 
 def _meta(analysis: Analysis, name: str) -> TensorMeta:
@@ -122,7 +122,7 @@ def _meta(analysis: Analysis, name: str) -> TensorMeta:
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _said(spec: DTensorSpec) -> str:
+def _letter(spec: DTensorSpec) -> str:
     (placement,) = spec.placements
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
@@ -135,7 +135,7 @@ def ours(analysis: Analysis, op: Op) -> tuple[Opinion, int]:
     """The same of our rule, and how many of its splits DTensor has no words for (a factor of a dim, sections)."""
     mesh = Mesh(axes=(Axis(name="tp", size=2),))
     signature = analysis.signatures[op.name]
-    found: Opinion = {}
+    by_name: Opinion = {}
     beyond = 0
     for role in signature.roles:
         if not role.fills(2):
@@ -145,8 +145,8 @@ def ours(analysis: Analysis, op: Op) -> tuple[Opinion, int]:
         if any(word is None for side in message for word in side):
             beyond += 1
         else:
-            found[tuple(map(str, message[0]))] = tuple(map(str, message[1]))
-    return found, beyond
+            by_name[tuple(map(str, message[0]))] = tuple(map(str, message[1]))
+    return by_name, beyond
 
 
 def _ours_said(layout: Layout) -> str | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwright.layout import Axis, Block
 from shardwright.ops.views import regroup
 from shardwright.rules import Atoms
-from tests.layout.drawn import few, taken
+from tests.layout.drawn import few, kept_indices
 
 sizes = st.lists(st.sampled_from([2, 3, 4, 6]), min_size=1, max_size=3)
 
@@ -43,7 +43,7 @@ def test_a_block_takes_the_elements_whose_digit_is_in_the_share(factors, data):
     chunk = -(-factors[which] // parts)
     for index in range(parts):
         share = [p for p in range(math.prod(factors)) if value(p, factors, which) // chunk == index]
-        assert taken(cut, parts, index) == share
+        assert kept_indices(cut, parts, index) == share
 
 
 @few
@@ -76,23 +76,23 @@ def test_what_is_unified_stands_at_the_same_place_in_both(a, b):
     atoms = Atoms()
     total = math.lcm(math.prod(a), math.prod(b))
     a, b = [total // math.prod(a), *a], [total // math.prod(b), *b]
-    one, two = dim_of(atoms, a), dim_of(atoms, b)
+    dim, two = dim_of(atoms, a), dim_of(atoms, b)
 
-    atoms.unify(one, two)
+    atoms.unify(dim, two)
 
-    common = [atom for atom in atoms.expand(one) if atom in atoms.expand(two)]
+    common = [atom for atom in atoms.expand(dim) if atom in atoms.expand(two)]
     for atom in common:
-        assert atoms.blocks(one, atom) == atoms.blocks(two, atom)
-    assert atoms.product(one) == atoms.product(two) == total
+        assert atoms.blocks(dim, atom) == atoms.blocks(two, atom)
+    assert atoms.product(dim) == atoms.product(two) == total
 
 
 def test_unification_refines_the_larger_and_stops_where_sizes_clash():
     atoms = Atoms()
-    one, two = dim_of(atoms, [6, 4]), dim_of(atoms, [3, 2, 4])
+    dim, two = dim_of(atoms, [6, 4]), dim_of(atoms, [3, 2, 4])
     left, right = dim_of(atoms, [2, 9]), dim_of(atoms, [2, 6, 3])
 
-    assert atoms.unify(one, two)
-    assert atoms.expand(one) == atoms.expand(two)
+    assert atoms.unify(dim, two)
+    assert atoms.expand(dim) == atoms.expand(two)
     assert not atoms.unify(left, right), "9 and 6 do not divide"
     assert atoms.expand(left)[0] == atoms.expand(right)[0], "what came before the clash is shared"
 
@@ -126,7 +126,7 @@ def test_an_atom_that_every_section_has_is_split_in_every_section():
 
     assert group in atoms.splittable(dim)
     assert cut.blocks == (Block(1, 2, 12), Block(1, 2, 6), Block(1, 2, 6))
-    assert taken(cut, 2, 1) == [*range(12, 24), *range(30, 36), *range(42, 48)]
+    assert kept_indices(cut, 2, 1) == [*range(12, 24), *range(30, 36), *range(42, 48)]
 
 
 def test_an_atom_that_one_section_lacks_is_not_splittable_there():
@@ -157,11 +157,11 @@ def test_a_product_or_nothing_is_not_divided_into_sections():
 def test_a_chain_of_links_is_short_after_one_lookup():
     atoms = Atoms()
     chain = [atoms.fresh(6)[0] for _ in range(50)]
-    for one, other in pairwise(chain):
-        atoms.parts[one] = ((other,),)
+    for value, other in pairwise(chain):
+        atoms.parts[value] = ((other,),)
 
     assert atoms.expand((chain[0],)) == (chain[-1],)
-    assert all(atoms.parts[held] == ((chain[-1],),) for held in chain[:-1])
+    assert all(atoms.parts[item] == ((chain[-1],),) for item in chain[:-1])
 
 
 def test_answers_are_kept_once_the_table_no_longer_changes():
@@ -176,10 +176,10 @@ def test_answers_are_kept_once_the_table_no_longer_changes():
 
 def test_rows_of_which_one_section_clashes_are_not_one():
     atoms = Atoms()
-    alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [3, 6]))
+    alike, first, other = (dim_of(atoms, value) for value in ([2, 3], [2, 9], [3, 6]))
     copy = dim_of(atoms, [2, 3])
 
-    assert not atoms.unify(atoms.row([one, alike]), atoms.row([other, copy]))
+    assert not atoms.unify(atoms.row([first, alike]), atoms.row([other, copy]))
     assert atoms.expand(alike) == atoms.expand(copy), "the other section is shared"
     assert atoms.unify(atoms.row([alike, alike]), atoms.row([copy, copy]))
 
@@ -197,10 +197,10 @@ def test_a_row_is_divided_into_sections_once_and_again_only_in_the_same_way():
 
 def test_rows_unify_section_by_section():
     atoms = Atoms()
-    one, parts = row_of(atoms, [4, 2], width=3)
+    first, parts = row_of(atoms, [4, 2], width=3)
     two, others = row_of(atoms, [4, 2], width=3)
 
-    assert atoms.unify(one, two)
+    assert atoms.unify(first, two)
     assert all(atoms.expand(a) == atoms.expand(b) for a, b in zip(parts, others, strict=True))
 
 
@@ -214,16 +214,16 @@ def test_two_axes_on_one_dim_take_what_splitting_one_after_the_other_takes(facto
     dim = dim_of(atoms, [2 * size for size in factors])
     full = [2 * size for size in factors]
     first, second = (data.draw(st.integers(0, len(factors) - 1)) for _ in range(2))
-    one = atoms.shard(dim, dim[first], Axis(name="dp", size=2))
+    left = atoms.shard(dim, dim[first], Axis(name="dp", size=2))
 
     two = atoms.shard(dim, dim[second], Axis(name="tp", size=2), [(dim[first], 2)])
 
     if first == second and full[first] // 2 % 2:
         return
     for d in range(2):
-        outer = taken(one, 2, d)
+        outer = kept_indices(left, 2, d)
         for t in range(2):
-            kept = [outer[place] for place in taken(two, 2, t)]
+            kept = [outer[place] for place in kept_indices(two, 2, t)]
             digits = [(value(p, full, first), value(p, full, second)) for p in kept]
             half = full[first] // 2
             assert all(a // half == d for a, _ in digits)
@@ -247,7 +247,7 @@ def test_a_reshape_keeps_every_label_at_the_same_elements(source, target):
     for label, size in rule.sizes.items():
         if label in rule.blocked or size % 2:
             continue
-        inside, outside = (_take(held, label, rule) for held in (source_of(rule, source), target_of(rule, target)))
+        inside, outside = (_take(value, label, rule) for value in (source_of(rule, source), target_of(rule, target)))
         shard = np.take(array, inside[1], axis=inside[0])
         expected = np.take(array.reshape(target), outside[1], axis=outside[0])
         assert np.array_equal(shard.reshape(expected.shape), expected)
@@ -261,9 +261,9 @@ def target_of(rule, shape):
     return rule.outputs[0].dims, shape
 
 
-def _take(held, label, rule) -> tuple[int, list[int]]:
+def _take(value, label, rule) -> tuple[int, list[int]]:
     """(dim, the first half of the label's indices there)."""
-    dims, shape = held
+    dims, shape = value
     for at, dim in enumerate(dims):
         if label in dim[0]:
             factors = [rule.sizes[name] for name in dim[0]]

@@ -20,10 +20,10 @@ class Applied(nn.Module):
     def __init__(self, function, *shapes) -> None:
         super().__init__()
         self.function = function
-        self.held = nn.ParameterList(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        self.weights = nn.ParameterList(torch.randn(shape, dtype=torch.float64) for shape in shapes)
 
     def forward(self, *args):
-        return self.function(*args, *self.held)
+        return self.function(*args, *self.weights)
 
 
 def randn(*shape: int) -> torch.Tensor:

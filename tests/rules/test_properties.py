@@ -62,10 +62,10 @@ def test_every_split_that_the_rule_allows_recombines_to_the_unsplit_result(targe
     def check(data):
         dice = Dice(data.draw)
         gradients = target not in NO_DERIVATIVE and dice.of(True, True, False)
-        analysis, op, given_ = one_op(target, ways()[target](dice), gradients)
+        analysis, op, inputs = one_op(target, ways()[target](dice), gradients)
         for choice, parts in choices(analysis, op):
             try:
-                check_split(analysis, {op.name: (given_, ())}, op, choice, parts)
+                check_split(analysis, {op.name: (inputs, ())}, op, choice, parts)
             except NothingProven:
                 unproven.add(gradients)
                 reject()

@@ -51,7 +51,7 @@ EXPLAINED = {
 
 def disagreements(mesh, target: str, calls: int) -> set[str]:
     """What DTensor and our rule say differently about some calls of an op."""
-    found: set[str] = set()
+    actual: set[str] = set()
 
     @settings(
         max_examples=calls, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
@@ -60,31 +60,31 @@ def disagreements(mesh, target: str, calls: int) -> set[str]:
     @given(st.data())
     def compare(data):
         drawn = ways()[target](Dice(data.draw))
-        if found and target in EXPLAINED:
+        if actual and target in EXPLAINED:
             return  # one is enough
         analysis, op, _ = one_op(target, drawn, target not in NO_DERIVATIVE)
         if len(op.inputs) > 4:
             return
         rules, _ = ours(analysis, op)
-        for given_, made in theirs(mesh, analysis, op).items():
+        for their, result in theirs(mesh, analysis, op).items():
             shapes = [analysis.graph.values[name].shape for name in op.inputs]
-            if given_ not in rules:
-                found.add(f"missing: {given_} -> {made} for shapes {shapes}")
-            elif rules[given_] != made:
-                found.add(f"other: {given_} -> {made}, ours {rules[given_]} for shapes {shapes}")
+            if their not in rules:
+                actual.add(f"missing: {their} -> {result} for shapes {shapes}")
+            elif rules[their] != result:
+                actual.add(f"other: {their} -> {result}, ours {rules[their]} for shapes {shapes}")
 
     compare()
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")
 def opinions():
-    found = defaultdict(set)
+    actual = defaultdict(set)
     with mesh_of_two() as mesh:
         both = [target for target in TARGETS if knows(target)]
         for target in both:
-            found[target] = disagreements(mesh, target, 60 if target in EXPLAINED else 3)
-    return found
+            actual[target] = disagreements(mesh, target, 60 if target in EXPLAINED else 3)
+    return actual
 
 
 def test_every_disagreement_with_dtensor_is_explained(opinions):

@@ -21,15 +21,15 @@ from tests.rules.written import WRITTEN, real
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_right(name: str) -> None:
     target, arguments, expected = WRITTEN[name]
-    analysis, op, given = one_op(full_name(target), arguments)
+    analysis, op, inputs = one_op(full_name(target), arguments)
     values = analysis.graph.values
     call = OpCall(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
 
-    found = find_rule(call)
+    rule = find_rule(call)
 
-    assert (None if found is None else " ".join(found.text.split())) == (expected and expected.strip())
+    assert (None if rule is None else " ".join(rule.text.split())) == (expected and expected.strip())
     for choice, parts in choices(analysis, op):
-        check_split(analysis, {op.name: (given, ())}, op, choice, parts)
+        check_split(analysis, {op.name: (inputs, ())}, op, choice, parts)
 
 
 def test_what_an_op_makes_is_of_the_atoms_of_what_it_reads() -> None:
@@ -45,8 +45,8 @@ def test_a_value_times_or_over_itself_is_not_linear(target: str) -> None:
     op = Op(
         name="/ op", target=target, inputs=("x", "x"), outputs=("y",), arguments=(("self", Slot(0)), ("other", Slot(1)))
     )  # fmt: skip
-    found = find_rule(OpCall(op, (x, x), (y,)))
-    assert found is not None and found.text == "a b, a b -> a b"
+    rule = find_rule(OpCall(op, (x, x), (y,)))
+    assert rule is not None and rule.text == "a b, a b -> a b"
 
 
 def test_a_cross_product_that_looks_for_its_dim_has_no_rule() -> None:

@@ -30,7 +30,7 @@ def helds_of(mesh: Mesh, level: int = 0) -> list[ParameterSpec]:
     """In the order of use."""
     tp, storage = mesh.axis("tp"), parse_storage({"dp": level} if level else {})
 
-    def held(key, shape, cuts, sums=("dp",), trainable=True):
+    def spec(key, shape, cuts, sums=("dp",), trainable=True):
         layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
         keys = (key, "head") if key == "embed" else (key,)
         return ParameterSpec(
@@ -43,14 +43,14 @@ def helds_of(mesh: Mesh, level: int = 0) -> list[ParameterSpec]:
         )
 
     return [
-        held("embed", (CLASSES, WIDTH), [[], []]),
-        held("w1", (HIDDEN, WIDTH), [[make_shard(tp, [Block(2, HIDDEN // 2, 1)])], []]),
-        held("scale", (), [], sums=("dp", "tp")),
-        held("gain", (3,), [[]], sums=("dp", "tp")),
-        held("w2", (WIDTH, HIDDEN), [[], [make_shard(tp, [Block(2, HIDDEN // 2, 1)])]]),
-        held("bias", (WIDTH,), [[]]),
-        held("idle", (3, 2), [[], [contiguous_shard(tp, 2)]]),
-        held("frozen", (WIDTH,), [[]], sums=(), trainable=False),
+        spec("embed", (CLASSES, WIDTH), [[], []]),
+        spec("w1", (HIDDEN, WIDTH), [[make_shard(tp, [Block(2, HIDDEN // 2, 1)])], []]),
+        spec("scale", (), [], sums=("dp", "tp")),
+        spec("gain", (3,), [[]], sums=("dp", "tp")),
+        spec("w2", (WIDTH, HIDDEN), [[], [make_shard(tp, [Block(2, HIDDEN // 2, 1)])]]),
+        spec("bias", (WIDTH,), [[]]),
+        spec("idle", (3, 2), [[], [contiguous_shard(tp, 2)]]),
+        spec("frozen", (WIDTH,), [[]], sums=(), trainable=False),
     ]
 
 
@@ -118,13 +118,13 @@ class Shards:
 
     def whole_gradients(self) -> dict[str, torch.Tensor | None]:
         """Every gradient, put together: ZeRO-2 keeps shares."""
-        found = {}
+        by_name = {}
         for name, parameter in self.p.items():
             owned = parameter.shard if keeps_share(parameter) else parameter
             layout = owned.spread if owned is not parameter else stored_layout(parameter.spec, self.groups.mesh.sizes)
             gradient = parameter.grad
-            found[name] = None if gradient is None else gather_tensor(gradient, parameter.spec, self.groups, layout)
-        return found
+            by_name[name] = None if gradient is None else gather_tensor(gradient, parameter.spec, self.groups, layout)
+        return by_name
 
 
 def assert_same(got: dict, want: dict, atol: float = 1e-12) -> None:

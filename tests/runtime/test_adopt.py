@@ -71,8 +71,8 @@ def taken_over(maker, dp, tp, level):
     named = dict(single.named_parameters())
     with torch.no_grad():
         at = coordinates(model.groups)
-        for held, parameter in model.pairs:
-            parameter.data.copy_(shard_tensor(named[held.name], held, model.groups.mesh.sizes, at))
+        for pair, parameter in model.pairs:
+            parameter.data.copy_(shard_tensor(named[pair.name], pair, model.groups.mesh.sizes, at))
     adopt(optimizer, {named[name]: model.p[name] for name in named})
     train(model, optimizer, scheduler, range(BEFORE, BEFORE + 3), model.loss)
     return {name: model.whole(p) for name, p in model.p.items()}, optimizer.param_groups[0]["lr"]
@@ -217,20 +217,22 @@ def test_optimizers_that_need_whole_tensors_are_exact(name, level):
         groups = Groups(MESH, wanted_groups(helds(level), MESH))
         at = coordinates(groups)
         full = gradients(99)
-        made = {h.name: make_parameter(shard_tensor(full[h.name], h, MESH.sizes, at), h, groups) for h in helds(level)}
-        optimizer = WHOLE[name](list(made.values()))
-        adopt(optimizer, {p: p for p in made.values()})
+        by_key = {
+            h.name: make_parameter(shard_tensor(full[h.name], h, MESH.sizes, at), h, groups) for h in helds(level)
+        }
+        optimizer = WHOLE[name](list(by_key.values()))
+        adopt(optimizer, {p: p for p in by_key.values()})
         for step in range(3):
             for key, gradient in gradients(step).items():
-                leaf = made[key].shard if level == 2 else made[key]
-                set_raw_gradient(leaf, shard_tensor(gradient, made[key].spec, MESH.sizes, at, leaf.spread))
+                leaf = by_key[key].shard if level == 2 else by_key[key]
+                set_raw_gradient(leaf, shard_tensor(gradient, by_key[key].spec, MESH.sizes, at, leaf.spread))
             optimizer.step()
-        assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], made.values(), strict=True)].count(
+        assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], by_key.values(), strict=True)].count(
             False
         ) == (3 if level in (1, 2) else 0)
         kept = [v.numel() for s in optimizer.state.values() for k, v in s.items() if k == "momentum_buffer"]
         return (
-            {k: gather_tensor(p.data, p.spec, groups) for k, p in made.items()},
+            {k: gather_tensor(p.data, p.spec, groups) for k, p in by_key.items()},
             sum(kept),
             getattr(optimizer, "calls", 3),
         )
@@ -287,10 +289,10 @@ def test_foreach_is_asked_for_where_torch_would_choose_it(monkeypatch, group, wa
     """On a GPU torch takes its fast path for plain parameters only; an optimizer that has none is left alone."""
     monkeypatch.setattr(optimizer_module, "_device_has_foreach_support", lambda device: device.type == "meta")
     for device, expected in (("meta", wanted), ("cpu", group.get("foreach", "absent"))):
-        held = dict(group)
-        optimizer_module._keep_foreach(held, [torch.empty(2, device=device)])
-        assert held.get("foreach", "absent") is expected
-    optimizer_module._keep_foreach(held, [])
+        stored = dict(group)
+        optimizer_module._keep_foreach(stored, [torch.empty(2, device=device)])
+        assert stored.get("foreach", "absent") is expected
+    optimizer_module._keep_foreach(stored, [])
 
 
 def test_what_an_optimizer_sees():

@@ -83,11 +83,11 @@ class Silent:
     """A store whose connection is cut off: no operation ends."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.called = threading.Event()
 
     def __getattr__(self, name):
         def wait(*arguments):
-            self.asked.set()
+            self.called.set()
             time.sleep(60)
 
         return wait

@@ -7,22 +7,22 @@ from torch import Tensor
 from shardwright.runtime import cond, scan, while_loop
 
 
-def fails(*given: Tensor) -> Tensor:
+def fails(*operands: Tensor) -> Tensor:
     raise AssertionError("the branch that is not taken was run")
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_only_the_branch_that_is_taken_runs(taken):
+@pytest.mark.parametrize("first_branch", [True, False])
+def test_only_the_branch_that_is_taken_runs(first_branch):
     x = torch.tensor([2.0])
-    one, other = (torch.sin, fails) if taken else (fails, torch.sin)
-    assert torch.equal(cond(torch.tensor(taken), one, (x,), other, (x,)), x.sin())
+    first, other = (torch.sin, fails) if first_branch else (fails, torch.sin)
+    assert torch.equal(cond(torch.tensor(first_branch), first, (x,), other, (x,)), x.sin())
 
 
 def test_what_the_other_branch_reads_has_zeros_for_its_gradient():
     x, w, bad = (torch.full((2,), value, requires_grad=True) for value in (2.0, 3.0, float("nan")))
-    made = cond(torch.tensor(True), lambda x, w: (x * w, x.detach()), (x, w), fails, (x, bad))
-    assert all(held.requires_grad for held in made)
-    (made[0].sum() + made[1].sum()).backward()
+    built = cond(torch.tensor(True), lambda x, w: (x * w, x.detach()), (x, w), fails, (x, bad))
+    assert all(value.requires_grad for value in built)
+    (built[0].sum() + built[1].sum()).backward()
     assert torch.equal(w.grad, x.detach())
     assert torch.equal(x.grad, w.detach())
     assert torch.equal(bad.grad, torch.zeros(2))
@@ -30,8 +30,8 @@ def test_what_the_other_branch_reads_has_zeros_for_its_gradient():
 
 def test_integers_need_no_gradient_and_no_gradient_is_made_up():
     x = torch.tensor([2.0], requires_grad=True)
-    one, number = cond(torch.tensor(True), lambda x: (x * 2, (x > 1).long()), (x,), fails, (x,))
-    assert one.requires_grad and not number.requires_grad
+    first, number = cond(torch.tensor(True), lambda x: (x * 2, (x > 1).long()), (x,), fails, (x,))
+    assert first.requires_grad and not number.requires_grad
     with torch.no_grad():
         assert not cond(torch.tensor(True), torch.sin, (x,), fails, (x,)).requires_grad
 
@@ -48,6 +48,6 @@ def test_a_scan_carries_on_and_stacks():
 def test_a_while_loop_goes_on_until_its_test_says_no():
     w = torch.tensor(2.0, requires_grad=True)
     start = (torch.tensor(0), torch.ones(1))
-    turns, made = while_loop(lambda n, x, w: n < 3, lambda n, x, w: (n + 1, x * w), start, (w,))
-    made.sum().backward()
-    assert (turns.item(), made.item(), w.grad.item()) == (3, 8.0, 12.0)
+    turns, built = while_loop(lambda n, x, w: n < 3, lambda n, x, w: (n + 1, x * w), start, (w,))
+    built.sum().backward()
+    assert (turns.item(), built.item(), w.grad.item()) == (3, 8.0, 12.0)

@@ -66,12 +66,12 @@ def local_value(kind: str, x: Tensor, rank: int, n: int, dim: int, sharding: Sha
     return x.index_select(dim, torch.tensor(indices, dtype=torch.long))
 
 
-def check(kind: str, found: list[Tensor], x: Tensor, dim: int, sharding: Shard | None) -> None:
+def check(kind: str, actual: list[Tensor], x: Tensor, dim: int, sharding: Shard | None) -> None:
     if kind == "P":
-        assert torch.equal(sum(found), x)
+        assert torch.equal(sum(actual), x)
         return
-    for rank, y in enumerate(found):
-        assert torch.equal(y, local_value(kind, x, rank, len(found), dim, sharding))
+    for rank, y in enumerate(actual):
+        assert torch.equal(y, local_value(kind, x, rank, len(actual), dim, sharding))
 
 
 RESHARDS: dict[str, tuple[str, str, list[str], list[str]]] = {

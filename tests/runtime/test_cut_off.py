@@ -38,11 +38,11 @@ def run(*command: str) -> None:
 def nodes() -> Iterator[Nodes]:
     names = (f"sw{os.getpid()}a", f"sw{os.getpid()}b")
     switch = f"sw{os.getpid()}s"
-    made: list[str] = []
+    collected: list[str] = []
     try:
         for name in (switch, *names):
             run("ip", "netns", "add", name)
-            made.append(name)
+            collected.append(name)
         run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "bridge0", "up")
         for number, name in enumerate(names):
@@ -56,7 +56,7 @@ def nodes() -> Iterator[Nodes]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"network namespaces can't be made here: {error}")
     finally:
-        for name in made:
+        for name in collected:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 

@@ -19,12 +19,12 @@ def layer(up: Tensor, down: Tensor):
     """Each token by each of its experts: the plain way to say it."""
 
     def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        made = torch.zeros_like(rows)
+        zeros = torch.zeros_like(rows)
         for expert in range(up.shape[0]):
             token, which = torch.where(index == expert)
-            one = torch.tanh(rows[token] @ up[expert]) @ down[expert]
-            made = made.index_add(0, token, one * weights[token, which, None])
-        return made
+            first = torch.tanh(rows[token] @ up[expert]) @ down[expert]
+            zeros = zeros.index_add(0, token, first * weights[token, which, None])
+        return zeros
 
     return run
 
@@ -42,9 +42,9 @@ def case(count: int, tokens: int, k: int, choice: str) -> list[Tensor]:
 
 
 def whole(x: Tensor, index: Tensor, w: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    held = [tensor.clone().requires_grad_() for tensor in (x, w, up, down)]
-    out = layer(held[2], held[3])(held[0], index, held[1])
-    return [out.detach(), *torch.autograd.grad((out * torch.arange(D)).sum(), held)]
+    values = [tensor.clone().requires_grad_() for tensor in (x, w, up, down)]
+    out = layer(values[2], values[3])(values[0], index, values[1])
+    return [out.detach(), *torch.autograd.grad((out * torch.arange(D)).sum(), values)]
 
 
 def on_rank(rank: int, size: int, x: Tensor, index: Tensor, w: Tensor, up: Tensor, down: Tensor):
@@ -54,12 +54,12 @@ def on_rank(rank: int, size: int, x: Tensor, index: Tensor, w: Tensor, up: Tenso
     mine = [up[s : s + n] for s, n in sharding.spans(size, rank)] or [up[:0]]
     down_mine = [down[s : s + n] for s, n in sharding.spans(size, rank)] or [down[:0]]
     rows = [t.chunk(size)[rank].clone() for t in (x, index, w)]
-    held = [t.clone().requires_grad_() for t in (rows[0], rows[2], torch.cat(mine), torch.cat(down_mine))]
+    values = [t.clone().requires_grad_() for t in (rows[0], rows[2], torch.cat(mine), torch.cat(down_mine))]
     with comm.recording() as issued:
-        out = experts(layer(held[2], held[3]), held[0], rows[1], held[1], group, sharding)
-        found = torch.autograd.grad((out * torch.arange(D)).sum(), held)
+        out = experts(layer(values[2], values[3]), values[0], rows[1], values[1], group, sharding)
+        gradients = torch.autograd.grad((out * torch.arange(D)).sum(), values)
     assert {kind for kind, _, _ in issued} == {"all_to_all"}
-    return [out.detach(), *found]
+    return [out.detach(), *gradients]
 
 
 @pytest.mark.parametrize("choice", ["random", "skewed", "one"])
@@ -71,7 +71,7 @@ def test_tokens_find_their_experts_and_the_way_back(size, count, k, choice):
     ranks = run_ranks(size, on_rank, size, *tensors)
 
     for at, want in enumerate(expected):
-        torch.testing.assert_close(torch.cat([held[at] for held in ranks]), want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat([rank[at] for rank in ranks]), want, rtol=0, atol=1e-12)
 
 
 def test_on_real_processes():
@@ -81,4 +81,4 @@ def test_on_real_processes():
     ranks = run_processes(2, on_rank, 2, *tensors)
 
     for at, want in enumerate(expected):
-        torch.testing.assert_close(torch.cat([held[at] for held in ranks]), want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat([rank[at] for rank in ranks]), want, rtol=0, atol=1e-12)

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from shardwright.runtime.optimizer.adopt import adopt
 
 KINDS = {
-    "adam": lambda held, **message: torch.optim.Adam(held, lr=0.1, amsgrad=True, **message),
-    "adamw": lambda held, **message: torch.optim.AdamW(held, lr=0.1, weight_decay=0.1, **message),
+    "adam": lambda value, **message: torch.optim.Adam(value, lr=0.1, amsgrad=True, **message),
+    "adamw": lambda value, **message: torch.optim.AdamW(value, lr=0.1, weight_decay=0.1, **message),
 }
 
 
@@ -26,14 +26,14 @@ def across(gradient: Tensor) -> Tensor:
     return gradient.mT.contiguous().mT if gradient.dim() == 2 else gradient
 
 
-def trained(make, held, *, adopted, lay=lambda gradient: gradient, steps=3, **message):
+def trained(make, parameters, *, adopted, lay=lambda gradient: gradient, steps=3, **message):
     """An optimizer after some steps, and the names of the ops that it ran."""
-    optimizer = make(held, **message)
+    optimizer = make(parameters, **message)
     if adopted:
         adopt(optimizer, {})
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for step in range(steps):
-            for number, parameter in enumerate(held):
+            for number, parameter in enumerate(parameters):
                 torch.manual_seed(100 * step + number)
                 parameter.grad = lay(torch.randn(parameter.shape, dtype=parameter.dtype))
             optimizer.step()
@@ -63,8 +63,8 @@ def test_the_class_that_is_made_first_does_not_matter(monkeypatch):
 
 
 def test_a_parameter_that_lies_across_is_updated_right():
-    theirs = [Parameter(across(held.detach())) for held in parameters()]
-    ours = [Parameter(across(held.detach())) for held in parameters()]
+    theirs = [Parameter(across(parameter.detach())) for parameter in parameters()]
+    ours = [Parameter(across(parameter.detach())) for parameter in parameters()]
     trained(KINDS["adamw"], theirs, adopted=False)
     _, ops = trained(KINDS["adamw"], ours, adopted=True)
     assert not is_fused(ops)
@@ -82,16 +82,16 @@ def test_steps_that_were_counted_in_doubles_go_on():
     torch.set_default_dtype(torch.float64)
     try:
         ours, theirs = parameters(), parameters()
-        for held, adopted in ((ours, True), (theirs, False)):
-            before, _ = trained(KINDS["adamw"], held, adopted=False)
-            assert before.state[held[0]]["step"].dtype == torch.float64
+        for value, adopted in ((ours, True), (theirs, False)):
+            before, _ = trained(KINDS["adamw"], value, adopted=False)
+            assert before.state[value[0]]["step"].dtype == torch.float64
 
             def again(params, before=before, **message):
-                made = KINDS["adamw"](params, **message)
-                made.load_state_dict(before.state_dict())
-                return made
+                built = KINDS["adamw"](params, **message)
+                built.load_state_dict(before.state_dict())
+                return built
 
-            trained(again, held, adopted=adopted)
+            trained(again, value, adopted=adopted)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
@@ -105,5 +105,5 @@ def test_an_own_step_is_run_as_it_is():
             assert all(group["fused"] is None for group in self.param_groups)
             return super().step(closure)
 
-    _, ops = trained(lambda held, **message: Own(held, **message), parameters(), adopted=True)
+    _, ops = trained(lambda value, **message: Own(value, **message), parameters(), adopted=True)
     assert not is_fused(ops)

@@ -32,10 +32,10 @@ def test_a_norm_and_its_gradient_are_those_of_the_whole(order):
 
     whole = WHOLE.clone().requires_grad_()
     (4 * torch.linalg.vector_norm(whole, order)).backward()
-    found = run_ranks(2, body)
-    for total, _ in found:
+    results = run_ranks(2, body)
+    for total, _ in results:
         torch.testing.assert_close(total, 4 * torch.linalg.vector_norm(WHOLE, order))
-    torch.testing.assert_close(torch.cat([gradient for _, gradient in found]), whole.grad)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in results]), whole.grad)
 
 
 @pytest.mark.parametrize(("order", "wanted"), [(-INF, 0.0), (0.0, 7.0)])

@@ -259,11 +259,11 @@ def test_what_is_not_supported_says_so():
 def test_sparse_gradients_are_summed_as_dense_ones():
     def body(rank):
         groups = Shards(mesh_of(2)).groups
-        held = ParameterSpec(
+        stored = ParameterSpec(
             keys=("e",), shape=(4, 2), dtype="float64", layout=make_layout([[], []], {"dp": REPLICATE})
         )
-        table = make_parameter(torch.zeros(4, 2, dtype=torch.float64), held, groups)
-        GradientSync([(held, table)], groups)
+        table = make_parameter(torch.zeros(4, 2, dtype=torch.float64), stored, groups)
+        GradientSync([(stored, table)], groups)
         with Untouched():
             lookup = torch.nn.functional.embedding(torch.tensor([rank]), table, sparse=True).sum()
         with pytest.raises(InputError, match="sparse=False"):

@@ -25,10 +25,10 @@ def entered(number, at, kind="all_reduce", group=("3", [0, 1])):
     }  # fmt: skip
 
 
-def one(*collectives, waiting=True):
+def rank_report(*collectives, waiting=True):
     counts = {}
-    for held in collectives:
-        counts[str(held["group"])] = [held["group"], held["number"]]
+    for collective in collectives:
+        counts[str(collective["group"])] = [collective["group"], collective["number"]]
     return {
         "waiting": waiting, "doing": None, "awaits": None, "at": line(1), "counts": list(counts.values()),
         "entered": list(collectives),
@@ -36,8 +36,8 @@ def one(*collectives, waiting=True):
 
 
 def test_where_ranks_part_is_said_even_if_their_counts_agree():
-    first = one(entered(4, 10), entered(5, 20), entered(6, 30))
-    second = one(entered(4, 10), entered(5, 30), entered(6, 40))
+    first = rank_report(entered(4, 10), entered(5, 20), entered(6, 30))
+    second = rank_report(entered(4, 10), entered(5, 30), entered(6, 40))
     text = explain({0: first, 1: second}, 2, 9)
     assert (
         "they are desynchronized: rank 0 entered all_reduce of a tensor [2] (no. 5 of its group) at /x/train.py:20"
@@ -49,9 +49,9 @@ def test_where_ranks_part_is_said_even_if_their_counts_agree():
 def test_of_several_groups_that_wait_the_one_is_named_that_waits_for_a_busy_rank():
     other = ["4", [1, 2]]
     message = {
-        0: one(entered(1, 10)),
-        1: one(entered(7, 50, group=other)),
-        2: one(entered(6, 40, group=other), waiting=False),
+        0: rank_report(entered(1, 10)),
+        1: rank_report(entered(7, 50, group=other)),
+        2: rank_report(entered(6, 40, group=other), waiting=False),
     }
     text = explain(message, 3, 9)
     assert "no. 7 of its group) at /x/train.py:50" in text
@@ -59,13 +59,13 @@ def test_of_several_groups_that_wait_the_one_is_named_that_waits_for_a_busy_rank
 
 
 def test_a_rank_that_gives_no_answer_is_named():
-    text = explain({0: one(entered(4, 10))}, 2, 9)
+    text = explain({0: rank_report(entered(4, 10))}, 2, 9)
     assert "entered by rank 0, not by rank 1" in text
     assert "rank 1 gave no answer" in text
 
 
 def test_what_is_none_of_ours_is_said_by_places():
-    text = explain({0: one(entered(4, 10)), 1: copy.deepcopy(one(entered(4, 10), waiting=False))}, 2, 9)
+    text = explain({0: rank_report(entered(4, 10)), 1: copy.deepcopy(rank_report(entered(4, 10), waiting=False))}, 2, 9)
     assert "outside of the compiled model" in text
     assert "rank 0 waits at /x/train.py:1" in text and "rank 1 is busy at" in text
 
@@ -78,15 +78,15 @@ def test_a_rank_that_has_run_ahead_of_its_device_asks_too():
         for _ in range(count):
             journal.enter("message", (0, 1), None)
         journal.counts = {Group(): count}
-        journal.entered = deque(held._replace(group=Group(), kind="all_reduce") for held in journal.entered)
+        journal.entered = deque(value._replace(group=Group(), kind="all_reduce") for value in journal.entered)
     first, second = (Inquiry(store, rank, 2, journal) for rank, journal in enumerate(notes))
     with mock.patch.object(flight_recorder, "name_of", return_value=["g", [0, 1]]):
         assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None
         time.sleep(0.1)
         store.set("ask/0", "0")
         second.answer(None, waiting=False)
-        found = first.idle((1, 3), sys._getframe(), 0.05, 5.0)
-        assert "all_reduce (no. 3 of its group)" in found and "entered by rank 0, not by rank 1" in found
+        actual = first.idle((1, 3), sys._getframe(), 0.05, 5.0)
+        assert "all_reduce (no. 3 of its group)" in actual and "entered by rank 0, not by rank 1" in actual
         assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None  # said once
         assert first.idle((1, 4), sys._getframe(), 0.05, 5.0) is None  # it has moved
 
@@ -130,9 +130,13 @@ def test_messages_are_no_collectives_that_a_rank_has_not_entered():
 
 
 def test_where_a_rank_is_alone_behind_those_before_it_are_named():
-    message = {0: one(entered(4, 10)), 1: one(entered(4, 10)), 2: one(entered(3, 5), waiting=False)}
-    for held in message.values():
-        for collective in held["entered"]:
+    message = {
+        0: rank_report(entered(4, 10)),
+        1: rank_report(entered(4, 10)),
+        2: rank_report(entered(3, 5), waiting=False),
+    }
+    for part in message.values():
+        for collective in part["entered"]:
             collective["group"] = ["5", [0, 1, 2]]
-        held["counts"] = [[["5", [0, 1, 2]], held["entered"][0]["number"]]]
+        part["counts"] = [[["5", [0, 1, 2]], part["entered"][0]["number"]]]
     assert "entered by ranks 0, 1, not by rank 2" in explain(message, 3, 9)

@@ -97,8 +97,8 @@ def test_what_was_posted_is_read_when_backward_comes_to_an_output():
 def test_activations_are_compared_in_the_first_call_only():
     """What other modules computed may differ in its last bits."""
 
-    def made(rank: int) -> Tensor:
+    def computed(rank: int) -> Tensor:
         return (X + rank).requires_grad_().clone()
 
-    assert "rank 1 passes another batch" in message(2, lambda rank: (signature(), made(rank), MASK)).pop()
-    assert message(2, lambda rank: (signature(), made(rank), MASK), calls=2) == {""}
+    assert "rank 1 passes another batch" in message(2, lambda rank: (signature(), computed(rank), MASK)).pop()
+    assert message(2, lambda rank: (signature(), computed(rank), MASK), calls=2) == {""}

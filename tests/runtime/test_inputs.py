@@ -35,9 +35,9 @@ def test_unbatched_is_a_list():
 
 
 def test_what_sizes_told_once_holds_for_a_last_batch_of_the_size_of_a_mask():
-    held, short = inputs("x", "mask"), (X[:3], MASK)
-    held.batch_dim((X, MASK), {}, "per_replica", needed=True)
-    assert held.batch_dim(short, {}, "per_replica", needed=True).batched == (True, False)
+    stored, short = inputs("x", "mask"), (X[:3], MASK)
+    stored.batch_dim((X, MASK), {}, "per_replica", needed=True)
+    assert stored.batch_dim(short, {}, "per_replica", needed=True).batched == (True, False)
     plain = inputs("x", "mask")
     plain.batch_dim((X, MASK), {}, "global", needed=True)
     assert plain.batch_dim(short, {}, "global", needed=True).batched == (True, True), "a global batch may say anything"
@@ -73,7 +73,7 @@ def test_ranks_that_pass_something_else_are_refused_with_what_it_is(own, fault):
 
 def test_a_digest_knows_values_shapes_and_dtypes():
     tensors = [X, X.view(3, 4), X.double(), X.view(torch.int32), X + 1, X.t().contiguous(), torch.ones(0), X[:0]]
-    assert len({digest([held]) for held in tensors}) == len(tensors)
+    assert len({digest([tensor]) for tensor in tensors}) == len(tensors)
     assert digest([X, MASK]) == digest([X.clone(), MASK.clone()]) != digest([MASK, X])
     assert digest([X.t()]) == digest([X.t().contiguous()])
 

@@ -26,7 +26,7 @@ def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 def both_ways(rank: int, n: int, gathers: bool, sharding: Shard | None, count: int, bias: bool, frozen: bool) -> list:
     """(outputs and gradients in one call, the same one after the other, collectives of each)."""
-    group, found = group_of(n), []
+    group, collected = group_of(n), []
     rows = sharding.local(n, rank) if sharding is not None else 6
     for joined in (True, False):
         (x,) = tensors(rank if gathers else 99, (3, rows, 4))
@@ -37,33 +37,33 @@ def both_ways(rank: int, n: int, gathers: bool, sharding: Shard | None, count: i
             leaf.requires_grad_()
         with comm.recording() as issued:
             if joined and gathers:
-                made = all_gather_linears(x, 1, group, weights, biases, sharding)
+                built = all_gather_linears(x, 1, group, weights, biases, sharding)
             elif joined:
-                made = replicate_linears(x, group, weights, biases)
+                built = replicate_linears(x, group, weights, biases)
             else:
                 whole = comm.all_gather(x, 1, group, sharding, dst=comm.R) if gathers else comm.replicate(x, group)
-                made = tuple(
+                built = tuple(
                     torch.nn.functional.linear(whole, w, biases[at] if biases else None) for at, w in enumerate(weights)
                 )
-            sum((y * y).sum() for y in made).backward()
-        found.append(([*(y.detach() for y in made), *(leaf.grad for leaf in leaves)], issued))
+            sum((y * y).sum() for y in built).backward()
+        collected.append(([*(y.detach() for y in built), *(leaf.grad for leaf in leaves)], issued))
         assert weights[0].requires_grad is not frozen
-    return found
+    return collected
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("count", "bias"), [(1, True), (1, False), (3, True), (3, False)])
 @pytest.mark.parametrize(("gathers", "sharding"), [(False, None), (True, None), (True, UNEVEN)])
 def test_one_call_is_the_reshard_and_then_the_products(gathers, sharding, count, bias, frozen) -> None:
-    for (found, sent), (expected, message) in run_ranks(2, both_ways, 2, gathers, sharding, count, bias, frozen):
+    for (result, sent), (expected, message) in run_ranks(2, both_ways, 2, gathers, sharding, count, bias, frozen):
         assert sent == message
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(result, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
 
 
 def single(rank: int) -> bool:
     group = group_of(2)
-    x, w, b = (held.requires_grad_() for held in tensors(1, (2, 4), (3, 4), (3,)))
+    x, w, b = (tensor.requires_grad_() for tensor in tensors(1, (2, 4), (3, 4), (3,)))
     y = replicate_linear(x, group, w, b)
     z = all_gather_linear(x, 0, group, w, b)
     return torch.equal(y.detach(), torch.nn.functional.linear(x, w, b)) and z.shape == (4, 3)
@@ -74,7 +74,7 @@ def test_one_layer_is_given_by_its_weight_and_bias() -> None:
 
 
 def unused(rank: int) -> list:
-    x, w, v = (held.requires_grad_() for held in tensors(1, (2, 4), (3, 4), (5, 4)))
+    x, w, v = (tensor.requires_grad_() for tensor in tensors(1, (2, 4), (3, 4), (5, 4)))
     first, _ = replicate_linears(x, group_of(2), [w, v])
     first.sum().backward()
     return [w.grad is not None, v.grad is None, x.grad.isfinite().all()]
@@ -85,9 +85,9 @@ def test_a_product_that_nobody_uses_gives_its_weight_no_gradient() -> None:
 
 
 def narrow(rank: int) -> list:
-    group, found = group_of(2), []
+    group, collected = group_of(2), []
     for joined in (True, False):
-        x, w, b = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (3,)))
+        x, w, b = (tensor.float().requires_grad_() for tensor in tensors(1, (6, 4), (3, 4), (3,)))
         with torch.autocast("cpu", torch.bfloat16):
             y = (
                 replicate_linear(x, group, w, b)
@@ -95,28 +95,28 @@ def narrow(rank: int) -> list:
                 else torch.nn.functional.linear(comm.replicate(x, group), w, b)
             )
         y.float().square().sum().backward()
-        found.append([y.detach(), x.grad, w.grad, b.grad])
-    return found
+        collected.append([y.detach(), x.grad, w.grad, b.grad])
+    return collected
 
 
 def test_under_autocast_products_are_narrow_and_gradients_have_the_dtype_of_their_leaf() -> None:
-    for found, expected in run_ranks(2, narrow):
-        assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
-        for x, y in zip(found, expected, strict=True):
+    for result, expected in run_ranks(2, narrow):
+        assert [x.dtype for x in result] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+        for x, y in zip(result, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result[1], expected[1], rtol=1e-6, atol=1e-6)
 
 
 def narrow_pair(rank: int) -> list:
     """The gradient of a value that two products read, whose products are narrower than it is; and of each by itself."""
-    group, found = group_of(2), []
+    group, collected = group_of(2), []
     for used in ((0, 1), (0,), (1,)):
-        x, *weights = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (5, 4)))
+        x, *weights = (tensor.float().requires_grad_() for tensor in tensors(1, (6, 4), (3, 4), (5, 4)))
         with torch.autocast("cpu", torch.bfloat16):
-            made = replicate_linears(x, group, weights)
-        sum(made[at].float().sum() for at in used).backward()
-        found.append(x.grad)
-    return found
+            built = replicate_linears(x, group, weights)
+        sum(built[at].float().sum() for at in used).backward()
+        collected.append(x.grad)
+    return collected
 
 
 def test_under_autocast_the_gradients_of_several_products_are_added() -> None:
@@ -128,10 +128,10 @@ def in_place(rank: int) -> list:
     group = group_of(2)
     (x,) = tensors(rank, (4, 3))
     leaf = x.clone().requires_grad_()
-    made = leaf * 2
-    summed = comm.all_reduce_(made, group)
+    built = leaf * 2
+    summed = comm.all_reduce_(built, group)
     summed.square().sum().backward()
-    return [summed.data_ptr() == made.data_ptr(), 2 * x, summed.detach(), leaf.grad]
+    return [summed.data_ptr() == built.data_ptr(), 2 * x, summed.detach(), leaf.grad]
 
 
 def test_a_sum_in_place_is_a_sum_and_passes_its_gradient() -> None:
@@ -145,8 +145,8 @@ def test_a_sum_in_place_is_a_sum_and_passes_its_gradient() -> None:
 
 def kept(rank: int) -> str:
     (x,) = tensors(rank, (4,))
-    made = x.requires_grad_().exp()  # its backward reads the result
-    summed = comm.all_reduce_(made, group_of(2))
+    built = x.requires_grad_().exp()  # its backward reads the result
+    summed = comm.all_reduce_(built, group_of(2))
     try:
         summed.sum().backward()
     except RuntimeError as error:

@@ -85,8 +85,8 @@ def assert_parity(case: Case, tolerance: float = 1e-12) -> None:
     loss, gradient = on_one(case)
 
     shares = [results[at * case.tp][0] for at in range(case.dp)]
-    found = torch.cat(shares) if loss.ndim else torch.stack(shares).sum(0)
-    torch.testing.assert_close(found, loss, rtol=0, atol=tolerance, equal_nan=True)
+    actual = torch.cat(shares) if loss.ndim else torch.stack(shares).sum(0)
+    torch.testing.assert_close(actual, loss, rtol=0, atol=tolerance, equal_nan=True)
     for rank, (share_of_loss, dx, _) in enumerate(results):
         torch.testing.assert_close(share_of_loss, shares[rank // case.tp], rtol=0, atol=0, equal_nan=True)
         start, length = chunk_bounds(case.rows, case.dp, rank // case.tp)
@@ -234,11 +234,11 @@ def whole_mean(rank: int, ignored: tuple[int, ...], weighted: bool, smoothing: f
     start, length = chunk_bounds(case.rows, 2, dp.index)
     mine = logits.narrow(0, start, length).clone().requires_grad_()
     with comm.recording() as issued:
-        found = losses.cross_entropy(
+        actual = losses.cross_entropy(
             mine, target.narrow(0, start, length), samples=dp, weight=weight, reduced=True, **case.options
         )
-    (3 * found).backward()
-    return found.detach(), mine.grad, issued
+    (3 * actual).backward()
+    return actual.detach(), mine.grad, issued
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -251,9 +251,9 @@ def test_the_mean_itself_takes_one_collective(ignored, weighted, smoothing) -> N
     ranks = run_ranks(2, whole_mean, ignored, weighted, smoothing)
 
     assert all([kind for kind, _, _ in issued] == ["all_reduce"] for _, _, issued in ranks)
-    for found, _, _ in ranks:
-        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
-    torch.testing.assert_close(torch.cat([held for _, held, _ in ranks]), 3 * gradient, rtol=1e-13, atol=1e-15)
+    for rank, _, _ in ranks:
+        torch.testing.assert_close(rank, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.cat([value for _, value, _ in ranks]), 3 * gradient, rtol=1e-13, atol=1e-15)
 
 
 def test_a_count_may_be_given_for_many_microbatches() -> None:

@@ -46,45 +46,45 @@ def batch(bad):
 def look(kind, plan, folder, bad=True, **options):
     """On each rank: whether it was fine, where it went wrong, the first gradient; and that nothing changed."""
     torch.manual_seed(0)
-    net, given = Net(kind), batch(bad)
+    net, inputs = Net(kind), batch(bad)
 
     def run(rank):
         own = copy.deepcopy(net)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-        model, _ = sw.parallelize(own, optimizer, plan=plan, example=given, **grouped(directory=folder, **options))
-        loss = model(*given)
+        model, _ = sw.parallelize(own, optimizer, plan=plan, example=inputs, **grouped(directory=folder, **options))
+        loss = model(*inputs)
         loss.backward()
         fine = agree_finite(model, loss, gradients=True)
         before = state_of(model)
-        found = find_nonfinite(model, given)
+        nonfinite = find_nonfinite(model, inputs)
         for (name, mine), (_, other) in zip(before, state_of(model), strict=True):
             assert torch.equal(torch.nan_to_num(mine), torch.nan_to_num(other)), name
-        return fine, found, first_gradient(model), str(explain_nonfinite(model, given))
+        return fine, nonfinite, first_gradient(model), str(explain_nonfinite(model, inputs))
 
     return run_ranks(world_of(plan), run)
 
 
 def state_of(model):
-    held = [(key, p.grad) for key, p in model.named_parameters() if p.grad is not None]
-    held += [(key, buffer) for key, buffer in model.named_buffers()]
-    return [(key, value.detach().clone()) for key, value in held] + [("step", torch.tensor(model.random.step))]
+    values = [(key, p.grad) for key, p in model.named_parameters() if p.grad is not None]
+    values += [(key, buffer) for key, buffer in model.named_buffers()]
+    return [(key, value.detach().clone()) for key, value in values] + [("step", torch.tensor(model.random.step))]
 
 
 @pytest.mark.parametrize("plan", ["single", "dp=2", "tp=2", "zero3=2"])
 def test_an_op_of_forward(plan, tmp_path):
-    for fine, found, _, message in look("log", plan, tmp_path):
+    for fine, result, _, message in look("log", plan, tmp_path):
         assert not fine
-        assert found.startswith("forward of log at ")
-        assert "from test_nonfinite.py:" in found and "are infinite" in found
-        assert plan != "dp=2" or found.endswith("on rank 1")  # which has row 6
-        assert f"it begins in the {found}" in message
+        assert result.startswith("forward of log at ")
+        assert "from test_nonfinite.py:" in result and "are infinite" in result
+        assert plan != "dp=2" or result.endswith("on rank 1")  # which has row 6
+        assert f"it begins in the {result}" in message
 
 
 def test_an_op_of_a_stage_and_the_first_parameter_of_all_stages(tmp_path):
     first, second = look("plain", "pp=2", tmp_path)
     assert first == second
-    _, found, gradient, _ = first
-    assert found.startswith("forward of log at ") and "from test_nonfinite.py:" in found
+    _, actual, gradient, _ = first
+    assert actual.startswith("forward of log at ") and "from test_nonfinite.py:" in actual
     assert gradient.startswith("the gradient of up.weight is not finite on rank 0, and of 3 more")
 
 
@@ -92,17 +92,17 @@ def test_an_op_of_a_stage_and_the_first_parameter_of_all_stages(tmp_path):
     ("plan", "precision"), [("single", None), ("dp=2", None), ("zero3=2", None), ("zero1=2", None), ("dp=2", "bf16")]
 )
 def test_an_op_of_backward_and_the_first_parameter(plan, precision, tmp_path):
-    for fine, found, gradient, _ in look("root", plan, tmp_path, precision=precision):
+    for fine, result, gradient, _ in look("root", plan, tmp_path, precision=precision):
         assert not fine
-        assert found.startswith("backward of ")
-        assert "sqrt" in found and "from test_nonfinite.py:" in found
+        assert result.startswith("backward of ")
+        assert "sqrt" in result and "from test_nonfinite.py:" in result
         assert gradient.startswith("the gradient of up.weight is not finite on rank 0")
 
 
 @pytest.mark.parametrize("plan", ["single", "dp=2"])
 def test_infinities_that_a_model_is_made_with_are_none(plan, tmp_path):
-    for fine, found, gradient, message in look("none", plan, tmp_path, bad=False):
-        assert fine and found is None and gradient is None
+    for fine, result, gradient, message in look("none", plan, tmp_path, bad=False):
+        assert fine and result is None and gradient is None
         assert "repeating the step is finite" in message
 
 

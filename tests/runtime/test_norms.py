@@ -12,10 +12,10 @@ from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_ranks
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+NormResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def on_rank(rank: int, n: int, x: Tensor, affine: bool) -> tuple[Found, list[str]]:
+def on_rank(rank: int, n: int, x: Tensor, affine: bool) -> tuple[NormResult, list[str]]:
     dp = Groups(Mesh(axes=(Axis(name="dp", size=n),)))["dp"]
     mine = x.narrow(0, *chunk_bounds(x.shape[0], n, rank)).clone().requires_grad_()
     weight, bias, mean, var = parameters(x.dtype, affine)
@@ -54,14 +54,14 @@ def test_batch_norm_is_the_one_of_the_whole_batch(n: int, shape: tuple[int, ...]
     )
     (y.sin() * y).sum().backward()
     zero = torch.zeros(3, dtype=x.dtype)
-    found = [result for result, _ in results]
-    close(torch.cat([one[0] for one in found]), y)
-    close(torch.cat([one[1] for one in found]), whole.grad)
-    close(sum(one[2] for one in found), weight.grad if weight is not None else zero)
-    close(sum(one[3] for one in found), bias.grad if bias is not None else zero)
-    for one in found:
-        close(one[4], new_mean)
-        close(one[5], new_var)
+    collected = [result for result, _ in results]
+    close(torch.cat([item[0] for item in collected]), y)
+    close(torch.cat([item[1] for item in collected]), whole.grad)
+    close(sum(item[2] for item in collected), weight.grad if weight is not None else zero)
+    close(sum(item[3] for item in collected), bias.grad if bias is not None else zero)
+    for value in collected:
+        close(value[4], new_mean)
+        close(value[5], new_var)
     assert all(issued == ["all_gather", "all_reduce"] for _, issued in results)
 
 
@@ -82,18 +82,18 @@ def test_the_gradient_of_its_gradient_is_the_one_of_the_whole_batch(n: int) -> N
         y, _, _ = batch_norm(mine, weight, bias, mean, var, 0.3, 1e-5, dp)
         return penalty(y, mine, weight, bias)
 
-    found = run_ranks(n, body)
+    results = run_ranks(n, body)
     whole = x.clone().requires_grad_()
     weight, bias, _, _ = parameters(x.dtype, True)
     y = torch.nn.functional.batch_norm(whole, None, None, weight, bias, training=True)
     wanted = penalty(y, whole, weight, bias)
-    close(torch.cat([one[0] for one in found]), wanted[0])
+    close(torch.cat([value[0] for value in results]), wanted[0])
     for at in (1, 2):
-        close(sum(one[at] for one in found), wanted[at])
+        close(sum(value[at] for value in results), wanted[at])
 
 
-def close(found: Tensor | int, expected: Tensor | None) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+def close(actual: Tensor | int, expected: Tensor | None) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_one_device_and_no_buffers() -> None:

@@ -48,8 +48,8 @@ def read(rank: int, how: str) -> tuple[float, int]:
     x = all_reduce_pending(share * 1.0, Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"])
     assert isinstance(x, PendingTensor)
     slow = x.finish = Slow(x)
-    found = READS[how](x)
-    return found, slow.waited
+    actual = READS[how](x)
+    return actual, slow.waited
 
 
 @pytest.mark.parametrize("how", READS)

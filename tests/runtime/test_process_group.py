@@ -25,19 +25,19 @@ def every(group: dist.ProcessGroup, size: int, dtype: torch.dtype, exact: bool =
 
     def values(size: int) -> Tensor:
         whole = torch.randint(-60, 60, (size,), generator=torch.Generator().manual_seed(rank))
-        held = (whole / 3).to(dtype) if dtype.is_floating_point else whole.to(dtype)
-        return held.double() if exact else held
+        stored = (whole / 3).to(dtype) if dtype.is_floating_point else whole.to(dtype)
+        return stored.double() if exact else stored
 
-    found = [values(size) for _ in ("sum", "max", "min")]
-    begun = [process_group.all_reduce(x, group, op) for x, op in zip(found, ("sum", "max", "min"), strict=True)]
-    one, many = values(size), values(n * size)
-    gathered, scattered, sent = many.clone(), one.clone(), many.clone()
-    begun.append(process_group.all_gather(gathered, one, group))
+    results = [values(size) for _ in ("sum", "max", "min")]
+    begun = [process_group.all_reduce(x, group, op) for x, op in zip(results, ("sum", "max", "min"), strict=True)]
+    first, many = values(size), values(n * size)
+    gathered, scattered, sent = many.clone(), first.clone(), many.clone()
+    begun.append(process_group.all_gather(gathered, first, group))
     begun.append(process_group.reduce_scatter(scattered, many, group))
     begun.append(process_group.all_to_all(sent, many, group))
     for work in begun:
         work.wait()
-    return [*found, gathered, scattered, sent]
+    return [*results, gathered, scattered, sent]
 
 
 def has_board(group: dist.ProcessGroup) -> bool:
@@ -76,17 +76,17 @@ def full(file: int, at: int, size: int) -> None:
 
 
 def ways(rank: int) -> dict[str, bool]:
-    found = {"alone": has_board(dist.new_group())}
+    actual = {"alone": has_board(dist.new_group())}
     with mock.patch.dict(os.environ, SHARDWRIGHT_SHARED_MEMORY="0" if rank == 1 else "1"):
-        found["one does not want to"] = has_board(dist.new_group())
+        actual["one does not want to"] = has_board(dist.new_group())
     with mock.patch.object(os, "posix_fallocate", full):
-        found["no room"] = has_board(dist.new_group())
+        actual["no room"] = has_board(dist.new_group())
     with mock.patch.object(process_group, "machine_name", return_value=f"machine {rank}"):
-        found["two machines"] = has_board(dist.new_group())
+        actual["two machines"] = has_board(dist.new_group())
     real = os.open
-    with mock.patch.object(os, "open", lambda *given: real("/dev/zero", os.O_RDWR) if rank == 1 else real(*given)):
-        found["another file"] = has_board(dist.new_group())
-    return found
+    with mock.patch.object(os, "open", lambda *value: real("/dev/zero", os.O_RDWR) if rank == 1 else real(*value)):
+        actual["another file"] = has_board(dist.new_group())
+    return actual
 
 
 def test_all_ranks_go_one_way() -> None:

@@ -90,13 +90,13 @@ def test_exact_shards_of_one_dim_cut_twice_and_in_time() -> None:
     exact = Randomness(exact=True)
     whole = exact.dropout(torch.ones(16), 0.5, "drop")
 
-    found = [
+    results = [
         exact.dropout(torch.ones(4), 0.5, "drop", [(0, axis("dp", 2, d), None), (0, axis("time", 2, t), None)])
         for d in range(2)
         for t in range(2)
     ]
 
-    assert torch.equal(torch.cat(found), whole)
+    assert torch.equal(torch.cat(results), whole)
 
 
 class Net(nn.Module):

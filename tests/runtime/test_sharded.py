@@ -21,32 +21,32 @@ DP, TP = Axis(name="dp", size=2), Axis(name="tp", size=2)
 MESH = Mesh(axes=(DP, TP))
 
 
-def held(key, shape, cuts, sums=("dp",), level=0, dtype=torch.float64):
+def make_spec(key, shape, cuts, sums=("dp",), level=0, dtype=torch.float64):
     layout, storage = make_layout(cuts, dict.fromkeys(sums, REPLICATE)), parse_storage({"dp": level} if level else {})
     return ParameterSpec(keys=(key,), shape=shape, dtype=str(dtype)[6:], layout=layout, storage=storage)
 
 
-def helds(level, dtype=torch.float64):
+def make_specs(level, dtype=torch.float64):
     fused = make_shard(TP, [Block(3, 4, 1)])
     return [
-        held("qkv", (12, 3), [[fused], []], level=level, dtype=dtype),
-        held("proj", (3, 5), [[], [contiguous_shard(TP, 5)]], level=level, dtype=dtype),
-        held("norm", (3,), [[]], sums=("dp", "tp"), level=level, dtype=dtype),
-        held("tiny", (1, 1), [[contiguous_shard(TP, 1)], []], dtype=dtype),  # empty on tp rank 1
-        held("scale", (), [], sums=("dp", "tp"), level=level, dtype=dtype),
+        make_spec("qkv", (12, 3), [[fused], []], level=level, dtype=dtype),
+        make_spec("proj", (3, 5), [[], [contiguous_shard(TP, 5)]], level=level, dtype=dtype),
+        make_spec("norm", (3,), [[]], sums=("dp", "tp"), level=level, dtype=dtype),
+        make_spec("tiny", (1, 1), [[contiguous_shard(TP, 1)], []], dtype=dtype),  # empty on tp rank 1
+        make_spec("scale", (), [], sums=("dp", "tp"), level=level, dtype=dtype),
     ]
 
 
 def whole_gradients(dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
-    return {it.name: torch.randn(it.shape, generator=generator, dtype=dtype) for it in helds(0)}
+    return {it.name: torch.randn(it.shape, generator=generator, dtype=dtype) for it in make_specs(0)}
 
 
 def parameters(level, full, dtype=torch.float64):
     """Parameters whose synced gradients are shards of `full`."""
-    groups = Groups(MESH, wanted_groups(helds(level), MESH))
-    made = []
-    for it in helds(level, dtype):
+    groups = Groups(MESH, wanted_groups(make_specs(level), MESH))
+    collected = []
+    for it in make_specs(level, dtype):
         parameter = make_parameter(shard_tensor(full[it.name] * 0, it, MESH.sizes, coordinates(groups)), it, groups)
         gradient = shard_tensor(full[it.name], it, MESH.sizes, coordinates(groups))
         if level == 2 and parameter.shard is not None:
@@ -54,8 +54,8 @@ def parameters(level, full, dtype=torch.float64):
             set_raw_gradient(parameter.shard, share)
         else:
             set_raw_gradient(parameter, gradient)
-        made.append(parameter)
-    return made, groups
+        collected.append(parameter)
+    return collected, groups
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -69,10 +69,10 @@ def test_clip_grad_norm_is_exact(level, foreach, order):
     expected = clip_grad_norm_(plain, 0.5, order)
 
     def body(rank):
-        made, groups = parameters(level, full)
-        norm = clip_grad_norm_(made, 0.5, order, foreach=foreach)
+        built, groups = parameters(level, full)
+        norm = clip_grad_norm_(built, 0.5, order, foreach=foreach)
         grads = []
-        for parameter in made:
+        for parameter in built:
             owned = parameter.shard if level == 2 and parameter.shard is not None else parameter
             grads.append(gather_tensor(owned.grad, parameter.spec, groups, owned.spread))
         return norm, grads
@@ -89,8 +89,8 @@ def test_the_optimizers_shards_have_the_same_norm():
     expected = get_total_norm(list(full.values()))
 
     def body(rank, level):
-        made, _ = parameters(level, full)
-        return get_total_norm([(p.shard if p.shard is not None else p).grad for p in made])
+        built, _ = parameters(level, full)
+        return get_total_norm([(p.shard if p.shard is not None else p).grad for p in built])
 
     for level in (1, 2):
         for norm in run_ranks(4, body, level):
@@ -109,8 +109,8 @@ def test_one_collective_for_each_axis(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", counted)
 
     def body(rank):
-        made, _ = parameters(3, full)
-        clip_grad_norm_(made, 1.0)
+        built, _ = parameters(3, full)
+        clip_grad_norm_(built, 1.0)
 
     run_ranks(4, body)
     assert len(calls) == 4 * 2
@@ -123,14 +123,14 @@ def test_a_bad_number_on_one_rank_shows_on_all(order, bad):
     full["proj"][2, 4] = bad  # on tp rank 1 only
 
     def body(rank):
-        made, _ = parameters(0, full)
-        norm = get_total_norm([p.grad for p in made], order)
+        built, _ = parameters(0, full)
+        norm = get_total_norm([p.grad for p in built], order)
         with pytest.raises(RuntimeError, match="non-finite"):
-            clip_grad_norm_(made, 1.0, order, error_if_nonfinite=True)
+            clip_grad_norm_(built, 1.0, order, error_if_nonfinite=True)
         return norm.item()
 
-    found = run_ranks(4, body)
-    assert all(str(norm) == str(bad) for norm in found)
+    results = run_ranks(4, body)
+    assert all(str(norm) == str(bad) for norm in results)
 
 
 @pytest.mark.parametrize("measure", [torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
@@ -138,8 +138,8 @@ def test_every_way_to_ask_for_a_norm(measure):
     full = whole_gradients()
 
     def body(rank):
-        made, _ = parameters(3, full)
-        return [float(measure(p.grad)) for p in made], [float(measure(p.grad) ** 2 + 1) for p in made]
+        built, _ = parameters(3, full)
+        return [float(measure(p.grad)) for p in built], [float(measure(p.grad) ** 2 + 1) for p in built]
 
     for norms, squares in run_ranks(4, body):
         for norm, square, gradient in zip(norms, squares, full.values(), strict=True):
@@ -153,19 +153,19 @@ def test_norms_of_several_orders_in_one_stack():
     expected = torch.stack([gradient.norm(order) for gradient, order in zip(full.values(), orders, strict=True)])
 
     def body(rank):
-        made, _ = parameters(3, full)
-        return torch.stack([p.grad.norm(order) for p, order in zip(made, orders, strict=True)])
+        built, _ = parameters(3, full)
+        return torch.stack([p.grad.norm(order) for p, order in zip(built, orders, strict=True)])
 
-    for found in run_ranks(4, body):
-        assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+    for result in run_ranks(4, body):
+        assert torch.allclose(result, expected, rtol=1e-12, atol=0)
 
 
 def test_reading_the_gradient_twice_gives_one_object():
     def body(rank):
-        made, _ = parameters(0, whole_gradients())
-        assert made[0].grad is made[0].grad
-        made[0].grad.mul_(2)
-        return made[0].grad.sum()
+        built, _ = parameters(0, whole_gradients())
+        assert built[0].grad is built[0].grad
+        built[0].grad.mul_(2)
+        return built[0].grad.sum()
 
     run_ranks(4, body)
 
@@ -173,13 +173,13 @@ def test_reading_the_gradient_twice_gives_one_object():
 def test_a_parameter_and_its_shard_are_cleared_together():
     def body(rank, level):
         for clear in ("parameter", "shard"):
-            made, _ = parameters(level, whole_gradients())
-            (made[0] if clear == "parameter" else made[0].shard).grad = None
-            assert made[0].grad is None
-            assert made[0].shard.grad is None
-        made, _ = parameters(1, whole_gradients())
-        made[0].shard.grad.zero_()
-        assert not made[0].grad.any()
+            built, _ = parameters(level, whole_gradients())
+            (built[0] if clear == "parameter" else built[0].shard).grad = None
+            assert built[0].grad is None
+            assert built[0].shard.grad is None
+        built, _ = parameters(1, whole_gradients())
+        built[0].shard.grad.zero_()
+        assert not built[0].grad.any()
 
     run_ranks(4, body, 1)
     run_ranks(4, body, 2)
@@ -187,20 +187,20 @@ def test_a_parameter_and_its_shard_are_cleared_together():
 
 def test_copies_keep_their_place():
     def body(rank):
-        made, groups = parameters(1, whole_gradients())
-        copied = copy.deepcopy(made)
+        built, groups = parameters(1, whole_gradients())
+        copied = copy.deepcopy(built)
         assert all(type(p) is ShardedParameter and p.groups is groups for p in copied)
         copied[0].data.fill_(7)
         assert (copied[0].shard == 7).all()
-        assert not (made[0] == 7).any()
+        assert not (built[0] == 7).any()
 
     run_ranks(4, body)
 
 
 def test_a_shard_is_pickled_if_it_is_whole_here():
     def body(rank):
-        made, _ = parameters(1, whole_gradients())
-        for parameter in made:
+        built, _ = parameters(1, whole_gradients())
+        for parameter in built:
             file = io.BytesIO()
             if not sharding_axes(parameter.spread, MESH):
                 torch.save(parameter, file)
@@ -211,14 +211,14 @@ def test_a_shard_is_pickled_if_it_is_whole_here():
             else:
                 with pytest.raises(InputError, match="is not whole here"):
                     torch.save(parameter, file)
-        return [not sharding_axes(parameter.spread, MESH) for parameter in made]
+        return [not sharding_axes(parameter.spread, MESH) for parameter in built]
 
     assert {kind for kinds in run_ranks(4, body) for kind in kinds} == {True, False}
 
 
 def _clip_in_a_process(rank):
-    made, _ = parameters(3, whole_gradients())
-    return float(clip_grad_norm_(made, 0.5))
+    built, _ = parameters(3, whole_gradients())
+    return float(clip_grad_norm_(built, 0.5))
 
 
 def test_clip_on_gloo():
@@ -229,12 +229,12 @@ def test_clip_on_gloo():
 
 def test_foreach_ops_give_shards_and_those_in_place_the_same_memory():
     def body(rank):
-        made, _ = parameters(0, whole_gradients())
+        built, _ = parameters(0, whole_gradients())
         with torch.no_grad():
-            changed, fresh = torch._foreach_add_(made, 2.0), torch._foreach_mul(made, 3.0)
-        kind = type(made[0].detach())
+            changed, fresh = torch._foreach_add_(built, 2.0), torch._foreach_mul(built, 3.0)
+        kind = type(built[0].detach())
         assert {type(shard) for shard in (*changed[:2], *fresh[:2])} == {kind}, "those that are sharding"
-        assert [shard.data_ptr() for shard in changed] == [shard.data_ptr() for shard in made]
+        assert [shard.data_ptr() for shard in changed] == [shard.data_ptr() for shard in built]
         with Untouched():
             assert all(bool((shard == 6.0).all()) for shard in fresh)
 

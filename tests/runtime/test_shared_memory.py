@@ -75,11 +75,11 @@ def value(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def total(values: list[Tensor]) -> Tensor:
     """The sum in the order of ranks, halves as float32."""
     half = values[0].dtype in (torch.float16, torch.bfloat16)
-    held = [value.float() if half else value for value in values]
-    found = held[0]
-    for other in held[1:]:
-        found = found + other
-    return found.to(values[0].dtype)
+    collected = [value.float() if half else value for value in values]
+    actual = collected[0]
+    for other in collected[1:]:
+        actual = actual + other
+    return actual.to(values[0].dtype)
 
 
 def all_reduce(at: SharedMemoryGroup, x: Tensor, op: str = "sum") -> PostedCall:
@@ -88,17 +88,17 @@ def all_reduce(at: SharedMemoryGroup, x: Tensor, op: str = "sum") -> PostedCall:
 
 def every_collective(at: SharedMemoryGroup, size: int, dtype: torch.dtype) -> list[Tensor]:
     n = len(at.ranks)
-    found = []
+    collected = []
     for op in ("sum", "max", "min"):
         x = value(at.index, size, dtype)
         all_reduce(at, x, op).wait()
-        found.append(x)
+        collected.append(x)
     x = value(at.index, size * n, dtype).view(n, size)
-    for given, rows, op in ((x[:1].clone(), n, None), (x, 1, "sum"), (x, n, None)):
+    for item, rows, op in ((x[:1].clone(), n, None), (x, 1, "sum"), (x, n, None)):
         out = torch.empty(rows, size, dtype=dtype)
-        at.post(given, out, op).wait()
-        found.append(out.view(-1))
-    return found
+        at.post(item, out, op).wait()
+        collected.append(out.view(-1))
+    return collected
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -109,24 +109,24 @@ def test_every_collective_gives_what_it_should(n: int, small: None, monkeypatch:
     results = run(n, lambda at: [every_collective(at, *case) for case in cases], monkeypatch)
 
     for at, (size, dtype) in enumerate(cases):
-        found = [held[at] for held in results]
-        one = [value(rank, size, dtype) for rank in range(n)]
+        collected = [result[at] for result in results]
+        values = [value(rank, size, dtype) for rank in range(n)]
         rows = [value(rank, size * n, dtype).view(n, size) for rank in range(n)]
-        stacked = torch.stack(one)
-        for rank, (summed, most, least, gathered, scattered, exchanged) in enumerate(found):
-            assert torch.equal(summed, total(one))
+        stacked = torch.stack(values)
+        for rank, (summed, most, least, gathered, scattered, exchanged) in enumerate(collected):
+            assert torch.equal(summed, total(values))
             assert torch.equal(most, stacked.amax(0))
             assert torch.equal(least, stacked.amin(0))
-            assert torch.equal(gathered, torch.cat([held[0] for held in rows]))
-            assert torch.equal(scattered, total([held[rank] for held in rows]))
-            assert torch.equal(exchanged, torch.cat([held[rank] for held in rows]))
+            assert torch.equal(gathered, torch.cat([row[0] for row in rows]))
+            assert torch.equal(scattered, total([row[rank] for row in rows]))
+            assert torch.equal(exchanged, torch.cat([row[rank] for row in rows]))
 
 
 def test_sizes_as_they_are(monkeypatch: Any) -> None:
     size = shared_memory.RING // 8 + 3  # longer than what is posted at once
-    found = run(2, lambda at: every_collective(at, size, torch.float32), monkeypatch)
-    assert torch.equal(found[0][0], total([value(rank, size, torch.float32) for rank in range(2)]))
-    assert torch.equal(found[0][0], found[1][0])
+    results = run(2, lambda at: every_collective(at, size, torch.float32), monkeypatch)
+    assert torch.equal(results[0][0], total([value(rank, size, torch.float32) for rank in range(2)]))
+    assert torch.equal(results[0][0], results[1][0])
 
 
 def test_calls_may_be_awaited_in_any_order(small: None, monkeypatch: Any) -> None:
@@ -140,8 +140,8 @@ def test_calls_may_be_awaited_in_any_order(small: None, monkeypatch: Any) -> Non
             posting.wait()  # and again, which does nothing
         return values
 
-    for found in run(3, fn, monkeypatch):
-        for seed, (size, x) in enumerate(zip(sizes, found, strict=True)):
+    for result in run(3, fn, monkeypatch):
+        for seed, (size, x) in enumerate(zip(sizes, result, strict=True)):
             assert torch.equal(x, total([value(rank, size, torch.float64, seed) for rank in range(3)]))
 
 
@@ -165,8 +165,8 @@ def test_a_rank_that_never_looks_stops_nobody(small: None, monkeypatch: Any) -> 
 
 def test_all_ranks_have_the_same_bits(monkeypatch: Any) -> None:
     for size in (100, 50_000):
-        found = run(4, lambda at, size=size: every_collective(at, size, torch.float32)[0], monkeypatch)
-        assert all(torch.equal(found[0], other) for other in found)
+        results = run(4, lambda at, size=size: every_collective(at, size, torch.float32)[0], monkeypatch)
+        assert all(torch.equal(results[0], other) for other in results)
 
 
 def test_values_of_inference_and_leaves_can_be_summed(monkeypatch: Any) -> None:

@@ -18,19 +18,19 @@ TP = Axis(name="tp", size=2)
 MESH = Mesh(axes=(Axis(name="dp", size=2), TP))
 
 
-def held(shape, cuts, sums=(), zero=None, **others):
+def make_spec(shape, cuts, sums=(), zero=None, **others):
     layout, storage = make_layout(cuts, dict.fromkeys(sums, REPLICATE)), parse_storage(zero or {})
     return ParameterSpec(keys=("w",), shape=shape, dtype="float64", layout=layout, storage=storage, **others)
 
 
 CASES = {
-    "fused rows": held((24, 3), [[make_shard(TP, [Block(3, 4, 2)])], []], sums=["dp"], zero={"dp": 3}),
-    "uneven columns": held((4, 5), [[], [contiguous_shard(TP, 5)]], sums=["dp"], zero={"dp": 3}),
-    "zero on a dim that tp cuts unevenly": held((5,), [[contiguous_shard(TP, 5)]], sums=["dp"], zero={"dp": 3}),
-    "uneven zero": held((3, 2), [[], []], sums=["dp"], zero={"dp": 3}),
-    "an empty share": held((1, 3), [[], [contiguous_shard(Axis(name="dp", size=2), 3)]]),
-    "a scalar": held((), [], sums=["dp"], zero={"dp": 3}),
-    "zero over both axes": held((5, 4), [[], []], sums=["dp", "tp"], zero={"dp": 3, "tp": 3}),
+    "fused rows": make_spec((24, 3), [[make_shard(TP, [Block(3, 4, 2)])], []], sums=["dp"], zero={"dp": 3}),
+    "uneven columns": make_spec((4, 5), [[], [contiguous_shard(TP, 5)]], sums=["dp"], zero={"dp": 3}),
+    "zero on a dim that tp cuts unevenly": make_spec((5,), [[contiguous_shard(TP, 5)]], sums=["dp"], zero={"dp": 3}),
+    "uneven zero": make_spec((3, 2), [[], []], sums=["dp"], zero={"dp": 3}),
+    "an empty share": make_spec((1, 3), [[], [contiguous_shard(Axis(name="dp", size=2), 3)]]),
+    "a scalar": make_spec((), [], sums=["dp"], zero={"dp": 3}),
+    "zero over both axes": make_spec((5, 4), [[], []], sums=["dp", "tp"], zero={"dp": 3, "tp": 3}),
 }
 
 
@@ -52,20 +52,20 @@ def test_gather_undoes_scatter(name):
 
 
 def test_rows_of_a_fused_weight_are_three_runs():
-    it = held((12,), [[make_shard(TP, [Block(3, 4, 1)])]])
+    it = make_spec((12,), [[make_shard(TP, [Block(3, 4, 1)])]])
     shard = shard_tensor(torch.arange(12.0), it, MESH.sizes, {"dp": 0, "tp": 1})
     assert shard.tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_zero_cuts_are_minor_to_compute_cuts():
-    it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero={"dp": 3})
+    it = make_spec((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero={"dp": 3})
     assert [sharding.axis for sharding in storage_layout(it, MESH.sizes).shards[0]] == ["tp", "dp"]
     shard = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
     assert shard.tolist() == [2, 3]
 
 
 def test_zero_takes_the_first_dim_with_room():
-    it = held((1, 6, 8), [[], [], []], sums=["dp"], zero={"dp": 1})
+    it = make_spec((1, 6, 8), [[], [], []], sums=["dp"], zero={"dp": 1})
     assert storage_layout(it, MESH.sizes).shard_of("dp")[0] == 1
 
 
@@ -76,12 +76,12 @@ def test_what_cannot_be_cut_stays_whole():
 
 def test_zero_needs_a_summed_gradient():
     with pytest.raises(LayoutError, match=r"add 'dp' to its sums"):
-        held((4,), [[]], zero={"dp": 1})
-    held((4,), [[]], zero={"dp": 3}, trainable=False)
+        make_spec((4,), [[]], zero={"dp": 1})
+    make_spec((4,), [[]], zero={"dp": 3}, trainable=False)
 
 
 def test_groups_that_are_wanted():
-    both = held((4,), [[]], sums=["dp", "tp"], zero={"dp": 2})
+    both = make_spec((4,), [[]], sums=["dp", "tp"], zero={"dp": 2})
     assert wanted_groups([both], MESH) == {("dp", "tp"), ("dp",), ("tp",)}
 
 
@@ -94,18 +94,18 @@ def test_parse_reads_the_words_of_a_generated_file():
         "blocks.*.proj.weight": ParameterEntry(shape=(4, 8), shards={1: shard("tp")}, frozen=True),
     }
     keys = ["wte.weight", "blocks.0.qkv.weight", "blocks.0.proj.weight", "blocks.1.qkv.weight", "head.weight"]
-    found = parse(shards, MESH, keys)
-    assert [item.keys for item in found] == [
+    actual = parse(shards, MESH, keys)
+    assert [item.keys for item in actual] == [
         ("wte.weight", "head.weight"),
         ("blocks.0.qkv.weight",),
         ("blocks.0.proj.weight",),
         ("blocks.1.qkv.weight",),
     ]
-    assert found[3].unit == "blocks.1"
-    assert found[3].storage == Zero3(("dp",))
-    assert found[1].layout.shards[0] == (make_shard(TP, [Block(3, 4, 2)]),)
-    assert found[2].layout.shards[1] == (contiguous_shard(TP, 8),)
-    assert not found[2].trainable
+    assert actual[3].unit == "blocks.1"
+    assert actual[3].storage == Zero3(("dp",))
+    assert actual[1].layout.shards[0] == (make_shard(TP, [Block(3, 4, 2)]),)
+    assert actual[2].layout.shards[1] == (contiguous_shard(TP, 8),)
+    assert not actual[2].trainable
 
 
 def test_parse_names_every_key_that_is_not_described():
@@ -120,4 +120,4 @@ def test_a_cut_that_does_not_fit_is_refused():
 
 def test_scatter_refuses_another_shape():
     with pytest.raises(LayoutError, match="has shape"):
-        shard_tensor(torch.zeros(3), held((4,), [[]]), MESH.sizes, {"dp": 0, "tp": 0})
+        shard_tensor(torch.zeros(3), make_spec((4,), [[]]), MESH.sizes, {"dp": 0, "tp": 0})

@@ -34,16 +34,16 @@ def parts(model):
 def test_a_shard_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
     def body(rank):
         model, kinds = Shards(mesh_of(2, 2), level), set()
-        for held in model.specs:
-            layout = stored_layout(held, model.groups.mesh.sizes)
+        for spec in model.specs:
+            layout = stored_layout(spec, model.groups.mesh.sizes)
             local = shard_tensor(
-                whole_values()[held.name], held, model.groups.mesh.sizes, coordinates(model.groups), layout
+                whole_values()[spec.name], spec, model.groups.mesh.sizes, coordinates(model.groups), layout
             )
-            value = as_state(local, held, layout, model.groups)
+            value = as_state(local, spec, layout, model.groups)
             kinds.add(type(value))
             if isinstance(value, DTensor | ShardTensor):
-                assert region_of_value(value, held, layout, model.groups).data_ptr() == local.data_ptr()
-            assert torch.equal(region_of_value(whole_values()[held.name], held, layout, model.groups), local)
+                assert region_of_value(value, spec, layout, model.groups).data_ptr() == local.data_ptr()
+            assert torch.equal(region_of_value(whole_values()[spec.name], spec, layout, model.groups), local)
         return any(issubclass(kind, DTensor) for kind in kinds)
 
     assert all(run_ranks(4, body))
@@ -123,9 +123,9 @@ def test_every_fault_of_a_state_dict_is_named():
         del values["w1"], values["head"]
         with pytest.raises(InputError, match=r"(?s)missing: w1.*unexpected: extra"):
             load_state({**values, "extra": torch.zeros(1)}, *parts(model))
-        found = load_state({"bias": whole_by_key()["bias"], "extra": 0}, *parts(model), strict=False)
-        assert found.unexpected_keys == ["extra"]
-        assert "w1" in found.missing_keys
+        state = load_state({"bias": whole_by_key()["bias"], "extra": 0}, *parts(model), strict=False)
+        assert state.unexpected_keys == ["extra"]
+        assert "w1" in state.missing_keys
 
     run_ranks(2, body)
 

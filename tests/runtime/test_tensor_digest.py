@@ -63,7 +63,7 @@ def test_two_signs_that_change_are_seen():
 
 def test_a_tensor_larger_than_one_shard_is_seen_whole():
     tensor = torch.zeros(ROWS_AT_ONCE * WIDTH + WIDTH + 3, dtype=torch.int32)
-    found = {number(tensor)}
+    actual = {number(tensor)}
     for at in (
         0,
         ROWS_AT_ONCE * WIDTH - 1,
@@ -72,6 +72,6 @@ def test_a_tensor_larger_than_one_shard_is_seen_whole():
         ROWS_AT_ONCE * WIDTH + WIDTH + 2,
     ):
         tensor[at] = 1
-        found.add(number(tensor))
+        actual.add(number(tensor))
         tensor[at] = 0
-    assert len(found) == 6
+    assert len(actual) == 6

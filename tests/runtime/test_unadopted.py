@@ -12,15 +12,15 @@ from tests.runtime.ranks import run_ranks
 
 
 def test_an_optimizer_is_looked_at_again_when_it_has_got_another_group(monkeypatch):
-    asked = []
-    monkeypatch.setattr(unadopted, "is_adopted", lambda optimizer: asked.append(optimizer) or False)
+    collected = []
+    monkeypatch.setattr(unadopted, "is_adopted", lambda optimizer: collected.append(optimizer) or False)
     optimizer = torch.optim.SGD([torch.ones(2)], lr=0.1)
     for count in (1, 1):
         unadopted.check_unadopted(optimizer, (), {})
-        assert len(asked) == count
+        assert len(collected) == count
     optimizer.add_param_group({"params": [torch.ones(3)]})
     unadopted.check_unadopted(optimizer, (), {})
-    assert len(asked) == 2
+    assert len(collected) == 2
 
 
 def test_shards_may_be_updated_element_by_element_and_not_as_whole_tensors():

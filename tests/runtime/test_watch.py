@@ -13,12 +13,12 @@ LIMIT, BEAT = 100.0, 1.0
 
 def watch(**known) -> mock.Mock:
     """A watch whose other parts answer as is said: nobody has failed, gone or gone silent, and no hang is known."""
-    found = mock.Mock(spec=Watch, _limit=LIMIT, _beat=BEAT)
+    actual = mock.Mock(spec=Watch, _limit=LIMIT, _beat=BEAT)
     answers = {"_reported": None, "_gone": [], "_silent": [], "_hung": None, **known}
     for name, answer in answers.items():
-        getattr(found, name).return_value = answer
-    found._lost.side_effect = lambda ranks: f"lost {ranks}"
-    return found
+        getattr(actual, name).return_value = answer
+    actual._lost.side_effect = lambda ranks: f"lost {ranks}"
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_a_reason_is_given_when_it_is_sure(waited, known, reason):
     [(LIMIT / 2, {}, False), (LIMIT - 3 * BEAT, {}, True), (LIMIT - 3 * BEAT, {"_hung": "known"}, False)],
 )
 def test_others_are_asked_shortly_before_the_backend_gives_up_and_once(waited, known, asks):
-    held = watch(**known)
-    Watch._reason(held, waited, {})
-    assert held._inquire.called == asks
+    stored = watch(**known)
+    Watch._reason(stored, waited, {})
+    assert stored._inquire.called == asks

@@ -93,9 +93,9 @@ def test_a_bias_of_several_rows_is_not_put_off():
     x, w = leaf(3, 5), leaf(5, 4)
     for bias in (leaf(3, 4), leaf(1), leaf(1, 4)):
         w.grad = None
-        made = queue.addmm(bias, x, w)
-        made.sum().backward()
-        assert torch.equal(made, torch.addmm(bias, x, w)) and w.grad is not None and bias.grad is not None
+        built = queue.addmm(bias, x, w)
+        built.sum().backward()
+        assert torch.equal(built, torch.addmm(bias, x, w)) and w.grad is not None and bias.grad is not None
 
 
 def test_what_is_no_leaf_is_not_put_off():

@@ -59,15 +59,15 @@ def gathered(group: world.Group) -> list[int]:
 
 def all_groups(rank: int, devices: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
     groups = Groups(mesh(devices, dp=2, tp=2, one=1), [("tp", "dp"), ("dp", "tp"), ("dp",)])
-    found = {}
+    by_name = {}
     for axes in [("dp",), ("tp",), ("one",), ("dp", "tp"), ("tp", "dp")]:
         group = groups[axes]
-        found[axes] = gathered(group)
-        assert found[axes] == list(group.ranks)
+        by_name[axes] = gathered(group)
+        assert by_name[axes] == list(group.ranks)
         assert group.ranks[group.index] == rank
         assert group.axes == axes
     assert groups["dp"] is groups["dp",]
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_processes])
@@ -115,9 +115,9 @@ def test_a_rank_takes_part_in_making_groups_it_is_not_in() -> None:
 
 
 def as_device_mesh(rank: int) -> tuple[tuple[str, ...], list[int], int]:
-    found = Groups(mesh(dp=2, one=1, tp=2)).device_mesh()
-    assert found is not None
-    return found.mesh_dim_names, list(found.get_coordinate() or ()), found.get_group("tp").size()
+    actual = Groups(mesh(dp=2, one=1, tp=2)).device_mesh()
+    assert actual is not None
+    return actual.mesh_dim_names, list(actual.get_coordinate() or ()), actual.get_group("tp").size()
 
 
 def test_the_groups_are_also_a_device_mesh() -> None:

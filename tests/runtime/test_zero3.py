@@ -33,7 +33,7 @@ class Split(Shards):
 
     def __init__(self, mesh):
         super().__init__(mesh, level=3)
-        pairs = {held.name: (held, parameter) for held, parameter in self.pairs}
+        pairs = {pair.name: (pair, parameter) for pair, parameter in self.pairs}
         units = {unit: [pairs[name] for name in names] for unit, names in UNITS.items()}
         self.zero = UnitGatherer(units, self.groups, list(UNITS))
         self.sync = GradientSync(self.pairs, self.groups)
@@ -109,9 +109,9 @@ def test_a_saved_parameter_can_be_looked_at_outside_of_backward():
         model = Split(mesh_of(2))
         with model.zero.saving():
             x = torch.ones(1, WIDTH_IN, dtype=torch.float64, requires_grad=True)
-            made = x @ model.zero.open("mlp")["w1"].t()
+            built = x @ model.zero.open("mlp")["w1"].t()
             model.zero.close("mlp")
-        return made.grad_fn._saved_mat2.clone().t()
+        return built.grad_fn._saved_mat2.clone().t()
 
     for got in run_ranks(2, body):
         assert torch.equal(got, whole_values()["w1"])

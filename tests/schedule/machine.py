@@ -91,9 +91,9 @@ class Machine:
 
     def complete(self) -> None:
         kinds = "F" if self.schedule.inference else "FB"
-        for stage, held in enumerate(self.schedule.holders):
+        for stage, holder in enumerate(self.schedule.holders):
             for at in range(self.schedule.microbatches):
-                for device in held:
+                for device in holder:
                     if not self.ran[device].issuperset(Step(kind, stage, at) for kind in kinds):
                         raise Fault(f"device {device} left out a part of {stage}.{at}")
 
@@ -134,14 +134,14 @@ def timed(schedule: Schedule, times: Sequence[StageTimes], edges: Sequence[Stage
         for row in machine.rows:
             while row:
                 step = row[0]
-                held = schedule.holders[step.stage]
-                there = all(machine.rows[d] and machine.rows[d][0] == step and d not in busy for d in held)
-                if not there or any(missing[device, step] for device in held):
+                stored = schedule.holders[step.stage]
+                there = all(machine.rows[d] and machine.rows[d][0] == step and d not in busy for d in stored)
+                if not there or any(missing[device, step] for device in stored):
                     break
                 time = times[step.stage]
                 whole = time.backward + (0 if step[1:] in split else time.weight)
                 span = {"P": time.prologue, "F": time.forward, "B": whole, "W": time.weight}[step.kind]
-                for device in held:
+                for device in stored:
                     machine.rows[device].popleft()
                     busy.add(device)
                 later(now + span, ("end", step, -1))

@@ -100,11 +100,11 @@ def test_devices_of_a_pipeline_rank_do_the_same():
     thin, wide = one_f_one_b(3, 5), spread(one_f_one_b(3, 5), [(0, 1), (2,), (3, 4, 5)])
     times, edges = [StageTimes(1, 2), StageTimes(2, 3), StageTimes(1, 1)], chain(3, 0.5, 0.75)
 
-    one, many = simulate(thin, times, edges), simulate(wide, times, edges)
+    first, many = simulate(thin, times, edges), simulate(wide, times, edges)
 
-    assert many.total == one.total
-    assert many.ends == tuple(one.ends[pp_rank] for pp_rank in (0, 0, 1, 2, 2, 2))
-    assert many.bubble == pytest.approx(sum(one.bubbles[pp_rank] for pp_rank in (0, 0, 1, 2, 2, 2)) / 6)
+    assert many.total == first.total
+    assert many.ends == tuple(first.ends[pp_rank] for pp_rank in (0, 0, 1, 2, 2, 2))
+    assert many.bubble == pytest.approx(sum(first.bubbles[pp_rank] for pp_rank in (0, 0, 1, 2, 2, 2)) / 6)
 
 
 def test_peaks_are_in_bytes_if_sizes_are_known():

@@ -21,7 +21,7 @@ from tests.runtime.ranks import run_ranks
 KIND = storage_kind("offload")
 
 
-def made(plan: str, folder: str = "generated"):
+def compile_gpt(plan: str, folder: str = "generated"):
     case = ZOO["gpt"](dtype=torch.float64)
     optimizer = torch.optim.AdamW(case.module.parameters(), lr=0.01)
     return sw.parallelize(
@@ -46,7 +46,7 @@ def parity() -> None:
 
 def memory_of_its_own() -> None:
     def body(rank: int) -> None:
-        model, optimizer = made("offload=2")
+        model, optimizer = compile_gpt("offload=2")
         steps((model, optimizer), 1)
         parameters = dict(model.named_parameters())
         matrix = parameters["blocks.0.up.weight"]
@@ -61,13 +61,13 @@ def memory_of_its_own() -> None:
 
 def checkpoint() -> None:
     def body(rank: int) -> list[dict[str, torch.Tensor]]:
-        first = made("offload=2")
+        first = compile_gpt("offload=2")
         steps(first, 2)
         sw.save("saved", *first)
         steps(first, 1)
         results = [first[0].full_state_dict()]
         for plan in ("zero2=2", "zero3=2", "offload=2"):
-            other = made(plan)
+            other = compile_gpt(plan)
             sw.load("saved", *other)
             steps(other, 1)
             results.append(other[0].full_state_dict())

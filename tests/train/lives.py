@@ -99,10 +99,10 @@ def _rank(rank: int, size: int, port: int, folder: Path, *how: Any) -> None:
         os._exit(1)
 
 
-def finish(made: Any, folder: Path) -> None:
-    made.fit()
-    values = parameters(made)  # all ranks gather
-    if made.world.rank == 0:
+def finish(training: Any, folder: Path) -> None:
+    training.fit()
+    values = parameters(training)  # all ranks gather
+    if training.world.rank == 0:
         torch.save(values, folder / "values.pt")
 
 

@@ -41,17 +41,17 @@ class Kept(Logger):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, dict[str, float]]] = []
+        self.metrics_by_step: list[tuple[int, dict[str, float]]] = []
         self.words: list[str] = []
 
     def log(self, metrics: Any, step: int) -> None:
-        self.found.append((step, dict(metrics)))
+        self.metrics_by_step.append((step, dict(metrics)))
 
     def say(self, text: str) -> None:
         self.words.append(text)
 
     def series(self, name: str) -> dict[int, float]:
-        return {step: held[name] for step, held in self.found if name in held}
+        return {step: value[name] for step, value in self.metrics_by_step if name in value}
 
 
 def trainer(folder: Path | str, **more: Any) -> Trainer:
@@ -68,8 +68,8 @@ def trainer(folder: Path | str, **more: Any) -> Trainer:
     return Trainer(**grouped_for_trainer(**{**usual, **more}))
 
 
-def losses(made: Trainer, name: str = "loss") -> dict[int, float]:
-    (kept,) = [held for held in made.loggers if isinstance(held, Kept)]
+def losses(training: Trainer, name: str = "loss") -> dict[int, float]:
+    (kept,) = [logger for logger in training.loggers if isinstance(logger, Kept)]
     return kept.series(name)
 
 
@@ -81,29 +81,29 @@ def by_hand(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = schedule(optimizer) if schedule is not None else None
     order = ReplicaBatchSampler(len(data), 8, shuffle=True, seed=4)
-    found: dict[int, float] = {}
+    by_name: dict[int, float] = {}
     for epoch in range(epochs):
         order.set_epoch(epoch)
         for batch in order:
             loss = model(torch.stack([data[row][0] for row in batch]), torch.stack([data[row][1] for row in batch]))
             loss.backward()
-            change(len(found), model)
+            change(len(by_name), model)
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
-            found[len(found) + 1] = loss.item()
-    return found, {key: value.detach().clone() for key, value in model.state_dict().items()}
+            by_name[len(by_name) + 1] = loss.item()
+    return by_name, {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
-def parameters(made: Trainer) -> dict[str, Tensor]:
-    return {key: value.detach().clone() for key, value in made.model.full_state_dict().items()}
+def parameters(training: Trainer) -> dict[str, Tensor]:
+    return {key: value.detach().clone() for key, value in training.model.full_state_dict().items()}
 
 
-def close(found: dict[Any, Any], wanted: dict[Any, Any], tolerance: float = 1e-10) -> None:
-    assert found.keys() == wanted.keys()
+def close(actual: dict[Any, Any], wanted: dict[Any, Any], tolerance: float = 1e-10) -> None:
+    assert actual.keys() == wanted.keys()
     for key, value in wanted.items():
-        a, b = torch.as_tensor(found[key]), torch.as_tensor(value)
+        a, b = torch.as_tensor(actual[key]), torch.as_tensor(value)
         assert (a - b).abs().max() <= tolerance * (1.0 + b.abs().max()), key
 
 

@@ -12,37 +12,37 @@ from .runs import Net, by_hand, close, losses, net, parameters, rows, trainer
 def wanted(steps):
     """The average by hand after so many steps."""
     kept = {key: value.clone() for key, value in net().state_dict().items()}
-    found = {}
+    by_name = {}
 
     def note(step, model):
         for key, value in model.state_dict().items():
             if step:
                 kept[key].lerp_(value, 0.1)
         if step == steps:
-            found.update({key: value.clone() for key, value in kept.items()})
+            by_name.update({key: value.clone() for key, value in kept.items()})
 
     by_hand(steps // 3 + 1, note)
-    return found
+    return by_name
 
 
 def run(rank, folder, more):
     averaging = EMACallback(decay=0.9)
-    made = trainer(folder, callbacks=[averaging], val_data=rows(5), **more)
-    made.fit()
-    after = parameters(made)
+    training = trainer(folder, callbacks=[averaging], val_data=rows(5), **more)
+    training.fit()
+    after = parameters(training)
     with averaging.applied():
-        found = parameters(made)
-    close(parameters(made), after)
-    return found, losses(made, "val_loss"), after
+        actual = parameters(training)
+    close(parameters(training), after)
+    return actual, losses(training, "val_loss"), after
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero3=2", "pp=2"])
 def test_the_average_on_two_ranks_is_that_of_one_device_and_goes_on_there(plan, tmp_path, pools):
     pools[2].run(run, tmp_path, {"plan": plan, "max_steps": 2})
-    found, validated, _ = run(0, tmp_path, {"max_steps": 4, "resume": "last"})
-    close(found, wanted(4))
+    actual, validated, _ = run(0, tmp_path, {"max_steps": 4, "resume": "last"})
+    close(actual, wanted(4))
     model = net()
-    model.load_state_dict(found)
+    model.load_state_dict(actual)
     data = rows(5)
     loss = model(torch.stack([x for x, _ in data]), torch.stack([y for _, y in data]))
     assert validated[4] == pytest.approx(loss.item(), abs=1e-12)
@@ -50,18 +50,18 @@ def test_the_average_on_two_ranks_is_that_of_one_device_and_goes_on_there(plan, 
 
 def test_the_average_leaves_as_ordinary_weights(tmp_path):
     averaging = EMACallback(decay=0.9)
-    made = trainer(tmp_path, callbacks=[averaging], max_steps=3)
-    made.fit()
+    training = trainer(tmp_path, callbacks=[averaging], max_steps=3)
+    training.fit()
     with averaging.applied():
-        save_weights(tmp_path / "average.safetensors", made.model)
+        save_weights(tmp_path / "average.safetensors", training.model)
     alone = Net().double()
     load_weights(tmp_path / "average.safetensors", alone)
     close(dict(alone.state_dict()), wanted(3))
 
 
 def test_a_run_that_had_no_average_begins_with_its_weights(tmp_path):
-    made = trainer(tmp_path, max_steps=2)
-    made.fit()
+    training = trainer(tmp_path, max_steps=2)
+    training.fit()
     averaging = EMACallback()
     trainer(tmp_path, max_steps=2, callbacks=[averaging], resume="last").fit()
-    close(dict(averaging.state_dict()["averages"]), parameters(made))
+    close(dict(averaging.state_dict()["averages"]), parameters(training))

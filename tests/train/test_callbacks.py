@@ -9,7 +9,7 @@ from shardwright.train import Callback, callbacks
 
 from .runs import rows, trainer
 
-PLACES = [name for name, held in vars(Callback).items() if re.match("(on|before|after)_", name) and callable(held)]
+PLACES = [name for name, var in vars(Callback).items() if re.match("(on|before|after)_", name) and callable(var)]
 
 # The places of nnScaler's trainer, and which of ours is there.
 THEIRS = {
@@ -57,8 +57,8 @@ def recorder():
 
 def test_one_update_and_its_validation_go_through_all_places_in_order(tmp_path):
     callback, seen = recorder()
-    made = trainer(tmp_path, max_steps=1, micro_batch_size=4, val_data=rows(4), val_every=1, callbacks=[callback])
-    made.fit()
+    training = trainer(tmp_path, max_steps=1, micro_batch_size=4, val_data=rows(4), val_every=1, callbacks=[callback])
+    training.fit()
     assert seen == [
         "on_setup", "on_train_start", "on_epoch_start", "on_step_start", "before_zero_grad", "after_zero_grad",
         "on_accumulate_start", "on_batch_start", "on_batch_end", "on_batch_start", "before_sync", "after_sync",
@@ -124,8 +124,8 @@ def test_an_error_in_a_step_still_ends_callbacks_and_loggers(tmp_path):
         def on_finish(self, trainer):
             ended.append(trainer.progress.step)
 
-    made = trainer(tmp_path, max_steps=2, callbacks=[Breaks()])
+    training = trainer(tmp_path, max_steps=2, callbacks=[Breaks()])
     with pytest.raises(ValueError, match="broken"):
-        made.fit()
+        training.fit()
     assert ended == [0]
     assert not (tmp_path / "run/finished").exists()

@@ -41,9 +41,9 @@ def alone(tmp_path_factory):
 
 def same(folder, alone):
     for name in ("loss", "val_loss", "lr", "grad_norm"):
-        found, wanted = numbers(folder, name), numbers(alone, name)
-        assert found.keys() == wanted.keys()
-        assert all(abs(found[step] - wanted[step]) < 1e-5 * max(1.0, abs(wanted[step])) for step in wanted), name
+        actual, wanted = numbers(folder, name), numbers(alone, name)
+        assert actual.keys() == wanted.keys()
+        assert all(abs(actual[step] - wanted[step]) < 1e-5 * max(1.0, abs(wanted[step])) for step in wanted), name
 
 
 @pytest.mark.parametrize("plan", ["auto", "tp=2", "pp=2"])

@@ -45,31 +45,31 @@ def with_a_zero(at):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_op(tmp_path, gradients):
-    made = trainer(
+    training = trainer(
         tmp_path, model=Log().double(), train_data=with_a_zero(3), callbacks=[NonFinite(gradients=gradients)],
     )  # fmt: skip
     with pytest.raises(
         NonFiniteError, match=r"step \d, batch 0: the step is not finite; .*forward of log at .*test_faults"
     ):
-        made.fit()
+        training.fit()
 
 
 def test_a_warning_goes_on(tmp_path):
-    made = trainer(
+    training = trainer(
         tmp_path, model=Log().double(), train_data=with_a_zero(3), max_steps=2, checkpoints=False,
         callbacks=[NonFinite("warn")],
     )  # fmt: skip
     with pytest.warns(UserWarning, match="forward of log"):
-        made.fit()
-    assert made.progress.step == 2
+        training.fit()
+    assert training.progress.step == 2
 
 
 def test_checks_of_a_good_run_change_nothing(tmp_path):
     wanted, values = by_hand(2)
-    made = trainer(tmp_path, callbacks=[NonFinite(gradients=True), CheckReplicas(every=1)])
-    made.fit()
-    close(losses(made), wanted)
-    close(parameters(made), values)
+    training = trainer(tmp_path, callbacks=[NonFinite(gradients=True), CheckReplicas(every=1)])
+    training.fit()
+    close(losses(training), wanted)
+    close(parameters(training), values)
 
 
 def test_settings_that_make_no_sense():
@@ -94,25 +94,25 @@ def send(name):
 def test_a_signal_saves_and_ends_and_the_run_goes_on_later(tmp_path, name):
     wanted, values = by_hand(2)
     before = signal.getsignal(getattr(signal, name))
-    made = trainer(tmp_path, callbacks=[Poison(2, send(name))])
-    assert made.fit().step == 2
+    training = trainer(tmp_path, callbacks=[Poison(2, send(name))])
+    assert training.fit().step == 2
     assert (tmp_path / "run/finished").read_text() == f"at step 2, stopped: {name} on rank 0\n"
     assert signal.getsignal(getattr(signal, name)) == before
     again = trainer(tmp_path, resume="last")
     again.fit()
-    close({**losses(made), **losses(again)}, wanted)
+    close({**losses(training), **losses(again)}, wanted)
     close(parameters(again), values)
 
 
 def test_a_second_sigterm_is_at_once_but_not_a_double_of_the_first(monkeypatch):
     ended = []
     monkeypatch.setattr(signals.os, "kill", lambda *what: ended.append(what))
-    with signals.StopSignals(["SIGTERM"]) as held:
-        held._come(signal.SIGTERM, None)
-        held._come(signal.SIGTERM, None)
-        assert held.received == "SIGTERM" and not ended
-        held._when -= signals.PAUSE + 1
-        held._come(signal.SIGTERM, None)
+    with signals.StopSignals(["SIGTERM"]) as stop_signals:
+        stop_signals._come(signal.SIGTERM, None)
+        stop_signals._come(signal.SIGTERM, None)
+        assert stop_signals.received == "SIGTERM" and not ended
+        stop_signals._when -= signals.PAUSE + 1
+        stop_signals._come(signal.SIGTERM, None)
         assert ended == [(os.getpid(), signal.SIGTERM)]
 
 
@@ -121,24 +121,24 @@ def loop(rank, folder):
     torch.manual_seed(0)
     model = sw.parallelize(nn.Linear(4, 4), plan="dp=2", example=torch.zeros(4, 4), compile={"directory": folder})
     done = 0
-    with signals.StopSignals() as held:
+    with signals.StopSignals() as stop_signals:
         for step in range(10):
             model(torch.ones(4, 4)).sum().backward()
             if step == 2 and rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             done += 1
-            if held.agreed():
+            if stop_signals.agreed():
                 break
-    return done, held.received
+    return done, stop_signals.received
 
 
 def fit(rank, folder, act, where, more):
-    made = trainer(folder, plan="dp=2", callbacks=[Poison(2, act, where), *more])
+    training = trainer(folder, plan="dp=2", callbacks=[Poison(2, act, where), *more])
     try:
-        made.fit()
+        training.fit()
     except DriftError as error:
         return str(error)
-    return made.progress.step
+    return training.progress.step
 
 
 def usr1(trainer):
@@ -150,17 +150,17 @@ def drift(trainer):
 
 
 def fit_rows(rank, folder, more):
-    made = trainer(folder, train_data=rows(21), plan="dp=2", inputs="per_replica", val_data=rows(5), **more)
-    made.fit()
-    return losses(made), losses(made, "val_loss"), parameters(made)
+    training = trainer(folder, train_data=rows(21), plan="dp=2", inputs="per_replica", val_data=rows(5), **more)
+    training.fit()
+    return losses(training), losses(training, "val_loss"), parameters(training)
 
 
 @pytest.mark.parametrize("more", [{"batch_size": 8}, {"micro_batch_size": 4, "accumulate": 2}])
 def test_a_last_batch_that_groups_can_not_share_is_exact(tmp_path, pools, more):
     alone = trainer(tmp_path / "one", train_data=rows(21), val_data=rows(5), **more)
     alone.fit()
-    found, validated, values = pools[2].run(fit_rows, tmp_path / "two", more)[0]
-    close(found, losses(alone))
+    actual, validated, values = pools[2].run(fit_rows, tmp_path / "two", more)[0]
+    close(actual, losses(alone))
     close(validated, losses(alone, "val_loss"))
     close(values, parameters(alone))
 

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def newest(folder):
-    held = checkpoints_in(folder / "run/checkpoints")
-    return max((one.step for one in held.values()), default=0)
+    stored = checkpoints_in(folder / "run/checkpoints")
+    return max((value.step for value in stored.values()), default=0)
 
 
 def test_killed_twenty_times_under_changing_plans_and_numbers_of_ranks(tmp_path):

@@ -22,11 +22,11 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_a_csv_has_a_row_for_each_step_and_new_numbers_as_new_columns(tmp_path):
     trainer(tmp_path, max_steps=3, val_data=rows(4), val_every=2, loggers=[CSVLogger()], log_every=2).fit()
-    found = read(tmp_path / "run/metrics.csv")
-    assert [(row["step"], bool(row["loss"]), bool(row["val_loss"])) for row in found] == [
+    actual = read(tmp_path / "run/metrics.csv")
+    assert [(row["step"], bool(row["loss"]), bool(row["val_loss"])) for row in actual] == [
         ("1", True, False), ("2", True, False), ("2", False, True), ("3", True, False), ("3", False, True),
     ]  # fmt: skip
-    assert {"lr", "epoch", "seconds_per_step", "rows_per_second", "mfu", "memory_gib"} <= found[0].keys()
+    assert {"lr", "epoch", "seconds_per_step", "rows_per_second", "mfu", "memory_gib"} <= actual[0].keys()
 
 
 def test_a_csv_of_a_run_that_goes_on_has_each_step_once(tmp_path):
@@ -52,8 +52,8 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     from tensorboard.compat.proto.event_pb2 import Event
 
     events = [Event.FromString(raw) for raw in RawEventFileLoader(str(file)).Load()]
-    found = {value.tag: (event.step, value.simple_value) for event in events for value in event.summary.value}
-    assert found == {"loss": (7, 0.5), "lr": (7, 1.0)}
+    by_key = {value.tag: (event.step, value.simple_value) for event in events for value in event.summary.value}
+    assert by_key == {"loss": (7, 0.5), "lr": (7, 1.0)}
 
 
 @pytest.mark.parametrize(("logger", "package"), [(WandbLogger(), "wandb"), (MLflowLogger(), "mlflow")])
@@ -65,10 +65,10 @@ def test_a_package_that_is_not_there_is_named(logger, package, tmp_path, monkeyp
 
 def test_wandb_is_given_the_config_and_the_numbers(tmp_path, monkeypatch):
     message = []
-    held = types.SimpleNamespace(
+    stored = types.SimpleNamespace(
         log=lambda metrics, step: message.append((metrics, step)), finish=lambda: message.append("finished")
     )
-    fake = types.SimpleNamespace(init=lambda **options: message.append(options) or held)
+    fake = types.SimpleNamespace(init=lambda **options: message.append(options) or stored)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     logger = WandbLogger(project="p", id="x")
     logger.start(RunFacts(folder=tmp_path, config={"seed": 1}))

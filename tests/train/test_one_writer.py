@@ -157,7 +157,7 @@ def test_checkpoints_in_the_folder_of_another_run_are_read_but_not_written(tmp_p
 
 def test_a_trainer_refuses_the_folder_of_one_that_runs(tmp_path, monkeypatch, holder):
     monkeypatch.setattr(folder_lock, "PATIENCE", 0.5)
-    made = trainer(tmp_path)
+    training = trainer(tmp_path)
     (tmp_path / "run").mkdir()
     context = multiprocessing.get_context("fork")
     ready = context.Event()
@@ -166,7 +166,7 @@ def test_a_trainer_refuses_the_folder_of_one_that_runs(tmp_path, monkeypatch, ho
     try:
         assert ready.wait(60)
         with pytest.raises(CheckpointError, match="is in use by another run"):
-            made.fit()
+            training.fit()
     finally:
         process.kill()
         process.join()

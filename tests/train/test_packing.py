@@ -88,11 +88,11 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path):
 
 
 def test_a_stream_is_packed_too(tmp_path):
-    given = packed_run(tmp_path / "list", loader=LoaderOptions(packing=PACKING, shuffle=False))
-    given.fit()
+    inputs = packed_run(tmp_path / "list", loader=LoaderOptions(packing=PACKING, shuffle=False))
+    inputs.fit()
     streamed = packed_run(tmp_path / "stream", train_data=DocumentStream())
     streamed.fit()
-    assert losses(streamed) == losses(given)
+    assert losses(streamed) == losses(inputs)
 
 
 CONFIG = """\

@@ -18,9 +18,9 @@ def run(folder, **more):
     torch.manual_seed(3)
     from .runs import Net
 
-    made = trainer(folder, model=Net(), train_data=data(), **{"max_steps": 4, **more})
-    made.fit()
-    return made
+    training = trainer(folder, model=Net(), train_data=data(), **{"max_steps": 4, **more})
+    training.fit()
+    return training
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16"])
@@ -33,10 +33,10 @@ def test_a_run_in_a_narrow_dtype_is_close_to_one_in_float32(precision, tmp_path)
 
 
 def test_a_scaled_loss_gives_the_same_updates(tmp_path):
-    one = run(tmp_path / "a", precision="fp16-mixed", loss_scale=1.0)
+    results = run(tmp_path / "a", precision="fp16-mixed", loss_scale=1.0)
     many = run(tmp_path / "b", precision="fp16-mixed", loss_scale=1024.0, clip_norm=1.0)
     assert losses(many, "loss_scale")[4] == 1024.0
-    assert losses(many)[4] == pytest.approx(losses(one)[4], rel=1e-3)
+    assert losses(many)[4] == pytest.approx(losses(results)[4], rel=1e-3)
     assert losses(many, "grad_norm")[1] < 10.0  # of gradients that are scaled down again
 
 
@@ -58,8 +58,10 @@ class Keeps(Callback):
 
 def broken(rank, folder, plan):
     kept = Keeps()
-    made = run(folder, plan=plan, precision="fp16-mixed", callbacks=[Breaks(), kept], max_steps=3)
-    return [float((a - b).abs().max()) for a, b in zip(kept.seen, kept.seen[1:], strict=False)], made.scale.state_dict()
+    results = run(folder, plan=plan, precision="fp16-mixed", callbacks=[Breaks(), kept], max_steps=3)
+    return [
+        float((a - b).abs().max()) for a, b in zip(kept.seen, kept.seen[1:], strict=False)
+    ], results.scale.state_dict()
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2", "zero2=2"])
@@ -76,8 +78,8 @@ def test_the_scale_is_in_checkpoints(tmp_path):
 
 
 def test_compiled_alone_a_run_has_its_precision(tmp_path):
-    made = trainer(tmp_path, train_data=data(), model=torch.nn.Linear(8, 8), loss=torch.nn.functional.mse_loss,
+    training = trainer(tmp_path, train_data=data(), model=torch.nn.Linear(8, 8), loss=torch.nn.functional.mse_loss,
                    max_steps=1, plan="dp=4", precision="bf16-mixed")  # fmt: skip
-    made.compile()
+    training.compile()
     text = next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
     assert "bfloat16" in text

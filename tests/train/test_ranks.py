@@ -12,9 +12,9 @@ from .runs import by_hand, close, losses, parameters, rows, trainer
 
 
 def run(rank, folder, more):
-    made = trainer(folder, **more)
-    made.fit()
-    return losses(made), parameters(made), made.progress.state_dict()
+    training = trainer(folder, **more)
+    training.fit()
+    return losses(training), parameters(training), training.progress.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_two_ranks_train_as_one_device_does(plan, inputs, tmp_path, pools):
     wanted, values = by_hand(2, clip)
     more = {"clip_value": 0.02, "clip_norm": 0.1, "micro_batch_size": 4, "loss": F.mse_loss}
     more |= {"plan": plan, "inputs": inputs}
-    (found, held, progress), (other, _, same) = pools[2].run(run, tmp_path, more)
+    (actual, stored, progress), (other, _, same) = pools[2].run(run, tmp_path, more)
 
-    close(found, wanted)
-    close(held, values)
+    close(actual, wanted)
+    close(stored, values)
     assert other == {}  # the first rank logs
     assert progress == same
     assert progress["rows"] == 44
@@ -49,9 +49,9 @@ def test_a_last_batch_that_groups_cannot_share_evenly_is_exact_too(tmp_path, poo
     alone = trainer(tmp_path / "alone", train_data=rows(19), val_data=rows(5), micro_batch_size=4)
     alone.fit()
     more = {"plan": "dp=2", "inputs": "per_replica", "train_data": rows(19), "val_data": rows(5), "micro_batch_size": 4}
-    found, held, progress = pools[2].run(run, tmp_path / "two", more)[0]
-    close(found, losses(alone))
-    close(held, parameters(alone))
+    actual, stored, progress = pools[2].run(run, tmp_path / "two", more)[0]
+    close(actual, losses(alone))
+    close(stored, parameters(alone))
     assert progress["rows"] == 38
     assert progress["best"] == pytest.approx(alone.progress.best, abs=1e-12)
 
@@ -61,11 +61,11 @@ def test_a_run_goes_on_with_fewer_and_with_more_ranks(tmp_path, pools):
     pools[2].run(run, tmp_path, {"plan": "zero3=2", "max_steps": 4, "inputs": "per_replica", "val_data": rows(5)})
     alone = trainer(tmp_path, max_steps=7, resume="last")
     alone.fit()
-    found, held, _ = pools[2].run(run, tmp_path, {"plan": "tp=2", "max_epochs": 3, "resume": "last"})[0]
+    actual, stored, _ = pools[2].run(run, tmp_path, {"plan": "tp=2", "max_epochs": 3, "resume": "last"})[0]
 
     close(losses(alone), {step: wanted[step] for step in (5, 6, 7)})
-    close(found, {step: wanted[step] for step in (8, 9)})
-    close(held, values)
+    close(actual, {step: wanted[step] for step in (8, 9)})
+    close(stored, values)
     assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"tp": 2}
     assert json.loads((tmp_path / "run/plan-until-000004.json").read_text())["mesh"] == {"dp": 2}
 
@@ -79,8 +79,8 @@ class OneAsks(Callback):
 
 
 def stopped(rank, folder):
-    made = trainer(folder, plan="dp=2", max_steps=50, callbacks=[OneAsks()], checkpoints=Checkpoints())
-    return made.fit().step
+    training = trainer(folder, plan="dp=2", max_steps=50, callbacks=[OneAsks()], checkpoints=Checkpoints())
+    return training.fit().step
 
 
 def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, pools):
@@ -96,19 +96,19 @@ def tokens(rank, folder):
     ids = torch.randint(7, (8, 5))
     labels = torch.where(torch.rand(8, 5) < 0.4, -100, ids)
     model = Words().double()
-    made = trainer(
+    training = trainer(
         folder, model=model, train_data=list(zip(ids, labels, strict=True)), max_steps=2, micro_batch_size=4,
         plan="dp=2", inputs="per_replica", reduction="token", val_data=list(zip(ids, labels, strict=True)),
     )  # fmt: skip
-    made.fit()
+    training.fit()
     model = Words().double()
-    model.load_state_dict(parameters(made))
-    return losses(made, "val_loss"), model(ids, labels).item(), made.progress.tokens
+    model.load_state_dict(parameters(training))
+    return losses(training, "val_loss"), model(ids, labels).item(), training.progress.tokens
 
 
 def test_tokens_are_counted_over_groups_that_load_rows_of_their_own(tmp_path, pools):
-    found, wanted, seen = pools[2].run(tokens, tmp_path)[0]
-    assert found[2] == pytest.approx(wanted, abs=1e-12)
+    actual, wanted, seen = pools[2].run(tokens, tmp_path)[0]
+    assert actual[2] == pytest.approx(wanted, abs=1e-12)
     assert seen == 2 * 8 * 5
 
 

@@ -39,18 +39,18 @@ def test_a_folder_whose_run_was_killed_before_it_was_saved_is_not_written_to(tmp
 
 
 def test_resume_last_in_an_empty_folder_begins_and_says_so(tmp_path):
-    made = trainer(tmp_path, max_steps=1, resume="last")
-    made.fit()
-    assert list(losses(made)) == [1]
-    assert any("no checkpoint yet" in message for message in made.loggers[0].words)
+    training = trainer(tmp_path, max_steps=1, resume="last")
+    training.fit()
+    assert list(losses(training)) == [1]
+    assert any("no checkpoint yet" in message for message in training.loggers[0].words)
 
 
 def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):
     trainer(tmp_path / "a", max_steps=2).fit()
     for number, path in enumerate(("a/run", "a/run/checkpoints", "a/run/checkpoints/step-000002")):
-        made = trainer(tmp_path / str(number), max_steps=3, resume=tmp_path / path)
-        made.fit()
-        assert list(losses(made)) == [3]
+        training = trainer(tmp_path / str(number), max_steps=3, resume=tmp_path / path)
+        training.fit()
+        assert list(losses(training)) == [3]
     with pytest.raises(CheckpointError, match=r'there is no such checkpoint; pass "last", "best", or the path'):
         trainer(tmp_path / "b", max_steps=3, resume=tmp_path / "nowhere").fit()
 
@@ -69,9 +69,9 @@ def test_another_config_and_another_plan_do_not_take_the_place_of_the_first(tmp_
 
 
 def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
-    made = trainer(tmp_path, max_steps=9, profile=Profile(start=2, steps=2))
-    made.profile()
-    assert made.progress.step == 3
+    training = trainer(tmp_path, max_steps=9, profile=Profile(start=2, steps=2))
+    training.profile()
+    assert training.progress.step == 3
     (path,) = (tmp_path / "run/profile").iterdir()
     assert path.name == "step-000003-rank-00000.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
@@ -88,8 +88,8 @@ def test_a_run_that_has_ended_can_be_traced(tmp_path):
 
 def test_the_last_step_is_known_also_after_a_stop_with_another_batch_size(tmp_path):
     trainer(tmp_path, max_steps=2).fit()
-    made = trainer(tmp_path, max_epochs=2, batch_size=4, resume="last")  # 6 of 22 rows are left of the first epoch
-    assert made.fit().step == made.last_step == 2 + 2 + 6
+    training = trainer(tmp_path, max_epochs=2, batch_size=4, resume="last")  # 6 of 22 rows are left of the first epoch
+    assert training.fit().step == training.last_step == 2 + 2 + 6
 
 
 def test_the_speed_is_that_of_training_alone(monkeypatch):
@@ -108,21 +108,21 @@ def test_the_speed_is_that_of_training_alone(monkeypatch):
 
 
 def test_the_arithmetic_of_a_model_is_that_of_its_products(tmp_path):
-    made = trainer(tmp_path, max_steps=1)
-    made.fit()
+    training = trainer(tmp_path, max_steps=1)
+    training.fit()
     first, second = 2 * 8 * 16, 2 * 16 * 8
-    assert made.model.flops == 8 * (2 * first + 3 * second)  # the first layer's input has no gradient
-    assert made.meter.flops_per_row == 2 * first + 3 * second
+    assert training.model.flops == 8 * (2 * first + 3 * second)  # the first layer's input has no gradient
+    assert training.meter.flops_per_row == 2 * first + 3 * second
 
 
 def test_a_trained_model_leaves_as_ordinary_weights(tmp_path):
     from shardwright.checkpoint import convert
 
-    made = trainer(tmp_path, max_steps=2)
-    made.fit()
+    training = trainer(tmp_path, max_steps=2)
+    training.fit()
     convert(tmp_path / "run/checkpoints", tmp_path / "end.safetensors")
     alone = Net().double()
     load_weights(tmp_path / "end.safetensors", alone)
     data = rows()[0]
     assert not torch.equal(alone(*data), net()(*data))
-    assert all(torch.equal(value, made.model.full_state_dict()[key]) for key, value in alone.state_dict().items())
+    assert all(torch.equal(value, training.model.full_state_dict()[key]) for key, value in alone.state_dict().items())

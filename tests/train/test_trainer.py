@@ -27,20 +27,20 @@ def half(optimizer):
 def test_a_run_is_that_of_a_plain_loop_also_in_parts_and_with_a_smaller_last_batch(tmp_path):
     wanted, values = by_hand(2, lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), 0.5), half)
 
-    made = trainer(tmp_path, micro_batch_size=4, clip_norm=0.5, scheduler=half)
-    progress = made.fit()
+    training = trainer(tmp_path, micro_batch_size=4, clip_norm=0.5, scheduler=half)
+    progress = training.fit()
 
-    assert made.accumulate == 2
+    assert training.accumulate == 2
     assert (progress.step, progress.epoch, progress.rows) == (6, 2, 44)
-    close(losses(made), wanted)
-    close(parameters(made), values)
+    close(losses(training), wanted)
+    close(parameters(training), values)
 
 
 def test_gradients_are_clipped_by_value(tmp_path):
     _, values = by_hand(1, lambda _, model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
-    made = trainer(tmp_path, max_epochs=1, clip_value=0.01)
-    made.fit()
-    close(parameters(made), values)
+    training = trainer(tmp_path, max_epochs=1, clip_value=0.01)
+    training.fit()
+    close(parameters(training), values)
 
 
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_is_the_same_run(tmp_path):
@@ -83,11 +83,11 @@ def test_the_best_is_kept_and_found(tmp_path):
             metrics["val_loss"] += trainer.progress.step
 
     kept = Checkpoints(every=1, keep_last=1, keep_best=1, background=True)
-    made = trainer(tmp_path, max_steps=5, val_data=rows(6), val_every=2, checkpoints=kept, callbacks=[Up()])
-    made.fit()
+    training = trainer(tmp_path, max_steps=5, val_data=rows(6), val_every=2, checkpoints=kept, callbacks=[Up()])
+    training.fit()
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert names == ["step-000002", "step-000005"]
-    assert (made.progress.best_step, made.progress.step) == (2, 5)
+    assert (training.progress.best_step, training.progress.step) == (2, 5)
 
     again = trainer(tmp_path, max_steps=3, val_data=rows(6), resume="best", checkpoints=kept)
     assert again.fit().step == 3
@@ -95,13 +95,13 @@ def test_the_best_is_kept_and_found(tmp_path):
 
 
 def test_validation_is_the_mean_over_all_rows(tmp_path):
-    made = trainer(tmp_path, max_steps=3, val_data=rows(13))
-    made.fit()
+    training = trainer(tmp_path, max_steps=3, val_data=rows(13))
+    training.fit()
     model = net()
-    model.load_state_dict(parameters(made))
+    model.load_state_dict(parameters(training))
     data = rows(13)
     wanted = F.mse_loss(model(torch.stack([x for x, _ in data])), torch.stack([y for _, y in data]))
-    assert losses(made, "val_loss")[3] == pytest.approx(wanted.item(), abs=1e-12)
+    assert losses(training, "val_loss")[3] == pytest.approx(wanted.item(), abs=1e-12)
     alone = trainer(tmp_path, max_steps=3, val_data=rows(13), resume="last")
     assert alone.validate()["val_loss"] == pytest.approx(wanted.item(), abs=1e-12)
 
@@ -120,18 +120,18 @@ class Named(nn.Module):
 
 def test_batches_and_outputs_may_be_dicts(tmp_path):
     data = [{"x": x, "labels": y} for x, y in rows()]
-    made = trainer(tmp_path, model=Named(), train_data=data, max_epochs=1)
-    made.fit()
-    close(losses(made), by_hand(1)[0])
-    assert losses(made, "size").keys() == {1, 2, 3}
+    training = trainer(tmp_path, model=Named(), train_data=data, max_epochs=1)
+    training.fit()
+    close(losses(training), by_hand(1)[0])
+    assert losses(training, "size").keys() == {1, 2, 3}
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss()])
 def test_a_loss_is_joined_with_a_model_that_has_none(tmp_path, loss):
-    made = trainer(tmp_path, loss=loss, max_epochs=1)
-    made.fit()
-    close(losses(made), by_hand(1)[0])
-    assert set(parameters(made)) == set(net().state_dict())
+    training = trainer(tmp_path, loss=loss, max_epochs=1)
+    training.fit()
+    close(losses(training), by_hand(1)[0])
+    assert set(parameters(training)) == set(net().state_dict())
     assert "mse_loss" in next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
 
 
@@ -156,9 +156,9 @@ def test_reduced_by_tokens_a_step_in_parts_is_that_of_the_whole_batch(tmp_path):
     def run(name, **more):
         model = Words().double()
         model.load_state_dict(start)
-        made = trainer(tmp_path / name, model=model, **options, **more)
-        made.fit()
-        return made
+        training = trainer(tmp_path / name, model=model, **options, **more)
+        training.fit()
+        return training
 
     whole, parts = run("whole"), run("parts", micro_batch_size=2, reduction="token")
     by_rows = run("per_replica", micro_batch_size=2)
@@ -221,9 +221,9 @@ class Worse(Callback):
 
 def test_early_stopping_ends_a_run_that_no_longer_gets_better(tmp_path):
     stopping = EarlyStopping(patience=2)
-    made = trainer(tmp_path, max_steps=20, val_data=rows(4), val_every=1, callbacks=[Worse(), stopping])
-    made.fit()
-    assert made.progress.step == 3
+    training = trainer(tmp_path, max_steps=20, val_data=rows(4), val_every=1, callbacks=[Worse(), stopping])
+    training.fit()
+    assert training.progress.step == 3
     assert "stopped: val_loss has not improved on 1.0 in 2 validations" in (tmp_path / "run/finished").read_text()
     again = EarlyStopping(patience=2)
     trainer(tmp_path, max_steps=4, val_data=rows(4), callbacks=[Worse(), again], resume="last").fit()
@@ -236,26 +236,26 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(tmp_path):
             if step == 3:
                 trainer.stop("enough")
 
-    made = trainer(tmp_path, max_steps=20, callbacks=[Asks()])
-    made.fit()
-    assert made.progress.step == 3
+    training = trainer(tmp_path, max_steps=20, callbacks=[Asks()])
+    training.fit()
+    assert training.progress.step == 3
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-000003"
 
 
 def test_learning_rates_are_logged_as_the_step_had_them(tmp_path):
-    made = trainer(tmp_path, max_steps=4, scheduler=half, callbacks=[LearningRateMonitor(momentum=True)])
-    made.fit()
-    assert losses(made, "lr") == losses(made, "lr_0") == {1: 0.01, 2: 0.01, 3: 0.005, 4: 0.005}
-    assert losses(made, "momentum_0")[1] == 0.9
+    training = trainer(tmp_path, max_steps=4, scheduler=half, callbacks=[LearningRateMonitor(momentum=True)])
+    training.fit()
+    assert losses(training, "lr") == losses(training, "lr_0") == {1: 0.01, 2: 0.01, 3: 0.005, 4: 0.005}
+    assert losses(training, "momentum_0")[1] == 0.9
 
 
 def test_a_schedule_by_epochs_and_one_by_validation(tmp_path):
     def tenth(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
 
-    made = trainer(tmp_path / "a", max_epochs=3, scheduler=tenth, scheduler_every="epoch")
-    made.fit()
-    assert [round(value, 6) for value in losses(made, "lr").values()] == [0.01] * 3 + [0.001] * 3 + [0.0001] * 3
+    training = trainer(tmp_path / "a", max_epochs=3, scheduler=tenth, scheduler_every="epoch")
+    training.fit()
+    assert [round(value, 6) for value in losses(training, "lr").values()] == [0.01] * 3 + [0.001] * 3 + [0.0001] * 3
 
     plateau = trainer(
         tmp_path / "b", max_steps=4, val_data=rows(4), val_every=1, callbacks=[Worse()],
@@ -272,14 +272,14 @@ def test_a_run_begins_with_ordinary_weights(tmp_path):
     with torch.no_grad():
         other.down.bias.fill_(2.0)
     save_weights(tmp_path / "start.safetensors", other)
-    made = trainer(tmp_path, max_steps=1, weights=tmp_path / "start.safetensors")
-    made.fit()
-    assert abs(losses(made)[1] - by_hand(1)[0][1]) > 1.0
+    training = trainer(tmp_path, max_steps=1, weights=tmp_path / "start.safetensors")
+    training.fit()
+    assert abs(losses(training)[1] - by_hand(1)[0][1]) > 1.0
 
 
 def test_compiled_alone_a_run_writes_plan_and_code_for_ranks_that_are_not_here(tmp_path):
-    made = trainer(tmp_path, max_steps=1, plan="dp=2,tp=2")
-    plan = made.compile()
+    training = trainer(tmp_path, max_steps=1, plan="dp=2,tp=2")
+    plan = training.compile()
     assert plan.size == 4
     assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"dp": 2, "tp": 2}
     assert "self.tp" in next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
@@ -301,11 +301,11 @@ def test_compiled_alone_a_run_is_refused_for_what_it_would_be_refused_for(tmp_pa
 
 
 def test_the_original_is_let_go_when_it_is_compiled(tmp_path):
-    made = trainer(tmp_path, max_steps=1, loss=F.mse_loss)
-    held = weakref.ref(made.original.up.weight)
-    made.fit()
+    training = trainer(tmp_path, max_steps=1, loss=F.mse_loss)
+    stored = weakref.ref(training.original.up.weight)
+    training.fit()
     gc.collect()
-    assert held() is None
+    assert stored() is None
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
@@ -350,7 +350,7 @@ def test_rows_are_not_counted_by_an_input_that_has_no_batch_dim(tmp_path):
         return {"prior": torch.ones(3), "x": torch.stack(batch)}
 
     data = DataLoader(list(torch.randn(10, 4)), batch_size=5, collate_fn=collate)
-    made = sw.Trainer(
+    built = sw.Trainer(
         model=Weighted(),
         train_data=data,
         plan="single",
@@ -358,4 +358,4 @@ def test_rows_are_not_counted_by_an_input_that_has_no_batch_dim(tmp_path):
         max_epochs=1,
         compile=sw.CompileOptions(unbatched=["prior"]),
     )
-    assert made.fit().rows == 10
+    assert built.fit().rows == 10

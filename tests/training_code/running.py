@@ -62,8 +62,8 @@ def written(value: Any) -> Any:
 
 def whole(model: Any) -> dict[str, Tensor]:
     """The state dict that a script saves, whatever the plan: all ranks gather it."""
-    found: dict[str, Tensor] = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
-    return found
+    actual: dict[str, Tensor] = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+    return actual
 
 
 def as_it_is(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:

@@ -62,7 +62,7 @@ def mark_only_lora_as_trainable(model: nn.Module) -> None:
 
 def chunked_cross_entropy(logits: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
     parts = zip(logits.split(chunk_size, dim=1), targets.split(chunk_size, dim=1), strict=True)
-    losses = [F.cross_entropy(one.reshape(-1, one.size(-1)), y.reshape(-1), reduction="none") for one, y in parts]
+    losses = [F.cross_entropy(part.reshape(-1, part.size(-1)), y.reshape(-1), reduction="none") for part, y in parts]
     return torch.cat(losses).mean()
 
 

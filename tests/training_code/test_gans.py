@@ -123,8 +123,8 @@ def wgan_gp(one_line: OneLine) -> list[Tensor]:
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.9))
     critic, optimizer_d = one_line(critic, optimizer_d)
     generator, optimizer_g = one_line(generator, optimizer_g)
-    one = torch.tensor(1.0, dtype=DOUBLE)
-    mone, seen = one * -1, []
+    values = torch.tensor(1.0, dtype=DOUBLE)
+    mone, seen = values * -1, []
     for iteration in range(2):
         for p in critic.parameters():
             p.requires_grad = True
@@ -137,7 +137,7 @@ def wgan_gp(one_line: OneLine) -> list[Tensor]:
             with torch.no_grad():
                 fake = generator(noise(4, 4, 1, 1, seed=30 + seed))
             D_fake = critic(fake).mean()
-            D_fake.backward(one)
+            D_fake.backward(values)
             penalty = calc_gradient_penalty(critic, real, fake, seed)
             penalty.backward()
             optimizer_d.step()

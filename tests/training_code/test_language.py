@@ -52,7 +52,7 @@ def get_batch(source: Tensor, i: int, bptt: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def repackage_hidden(hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(held.detach() for held in hidden)
+    return tuple(value.detach() for value in hidden)
 
 
 def word_language_model(one_line: OneLine) -> list[Tensor]:

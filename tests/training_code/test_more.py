@@ -15,7 +15,7 @@ from shardwright.errors import CaptureError, InputError, LoweringError
 
 from .running import DOUBLE, PLANS, OneLine, check, check_refused, noise, parameters, seeded
 
-ONE = {"pp=2": {"microbatches": 1}}  # for programs that see the whole batch
+ONE_MICROBATCH = {"pp=2": {"microbatches": 1}}  # for programs that see the whole batch
 
 
 class Quantize(nn.Module):
@@ -137,7 +137,7 @@ def byol(one_line: OneLine, whole: bool = False) -> list[Tensor]:
 def test_byol(plan: str) -> None:
     if plan == "tp=2":  # the plan of a frozen model, which is not trained, is another one
         check_refused(byol, plan, InputError, "they are split in different ways", "p.full_tensor()")
-    check(lambda one_line: byol(one_line, whole=plan == "tp=2"), plan, **ONE.get(plan, {}))
+    check(lambda one_line: byol(one_line, whole=plan == "tp=2"), plan, **ONE_MICROBATCH.get(plan, {}))
 
 
 def simclr(one_line: OneLine) -> list[Tensor]:
@@ -165,7 +165,7 @@ def simclr(one_line: OneLine) -> list[Tensor]:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_simclr(plan: str) -> None:
-    check(simclr, plan, **ONE.get(plan, {}))
+    check(simclr, plan, **ONE_MICROBATCH.get(plan, {}))
 
 
 class ActorCritic(nn.Module):
@@ -214,7 +214,7 @@ def test_an_actor_critic_that_sees_one_state_at_a_time(plan: str) -> None:
     if plan == "pp=2":
         words = "body.0.weight (16, 4) has that dim too", "microbatches=1", "unbatched=[...]"
         check_refused(reinforce, plan, LoweringError, *words)
-    check(reinforce, plan, **ONE.get(plan, {}))
+    check(reinforce, plan, **ONE_MICROBATCH.get(plan, {}))
 
 
 def ppo(one_line: OneLine) -> list[Tensor]:

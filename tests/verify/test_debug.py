@@ -51,10 +51,10 @@ def gated():
 )  # fmt: skip
 def test_a_right_program_never_leaves_the_original(name, plan):
     module, args, kwargs = ZOO[name]()
-    found = trace(module, plan, example=(args, kwargs))
+    trace_result = trace(module, plan, example=(args, kwargs))
 
-    assert found.first is None, str(found.first)
-    assert {row.phase for row in found.rows} == {"forward", "backward"}
+    assert trace_result.first is None, str(trace_result.first)
+    assert {row.phase for row in trace_result.rows} == {"forward", "backward"}
 
 
 def test_a_softmax_that_claims_to_be_splittable_is_named(gated, monkeypatch):
@@ -62,15 +62,15 @@ def test_a_softmax_that_claims_to_be_splittable_is_named(gated, monkeypatch):
     assert first_difference(module, "tp=2", example=example) is None
     monkeypatch.setitem(registry._TABLE, "aten.softmax.int", lambda call: parse("* d -> * d"))
 
-    found = first_difference(module, "tp=2", example=example)
+    difference = first_difference(module, "tp=2", example=example)
 
-    assert found is not None
-    assert (found.phase, found.op) == ("forward", "/ softmax")
-    assert found.value == "weights: float64[4, 16]"
-    assert found.source.startswith("test_debug.py:")
-    assert found.layout == "[., tp]"
-    assert len(found.hashes) == 2
-    assert "test_debug.py" in str(found)
+    assert difference is not None
+    assert (difference.phase, difference.op) == ("forward", "/ softmax")
+    assert difference.value == "weights: float64[4, 16]"
+    assert difference.source.startswith("test_debug.py:")
+    assert difference.layout == "[., tp]"
+    assert len(difference.hashes) == 2
+    assert "test_debug.py" in str(difference)
 
 
 def test_a_gelu_that_claims_to_be_linear_is_named(monkeypatch):
@@ -79,33 +79,33 @@ def test_a_gelu_that_claims_to_be_linear_is_named(monkeypatch):
     assert first_difference(module, "tp=2", example=example) is None
     monkeypatch.setitem(registry._TABLE, "aten.gelu.default", lambda call: parse("*~1 -> *"))
 
-    found = first_difference(module, "tp=2", example=example)
+    difference = first_difference(module, "tp=2", example=example)
 
-    assert found is not None
-    assert (found.phase, found.op) == ("forward", "/ gelu")
-    assert "partial sum" in found.layout
+    assert difference is not None
+    assert (difference.phase, difference.op) == ("forward", "/ gelu")
+    assert "partial sum" in difference.layout
 
 
 def test_a_reshard_with_a_wrong_backward_is_named(monkeypatch):
     monkeypatch.setattr(comm, "replicate", lambda x, group: x)
     module, args, kwargs = ZOO["hf_gpt2"]()
 
-    found = first_difference(module, "tp=2", example=(args, kwargs))
+    difference = first_difference(module, "tp=2", example=(args, kwargs))
 
-    assert found is not None
-    assert found.phase == "backward"
-    assert " < replicate " in found.op
+    assert difference is not None
+    assert difference.phase == "backward"
+    assert " < replicate " in difference.op
 
 
 def test_products_joined_with_a_reshard_whose_backward_is_wrong_are_named(monkeypatch):
     monkeypatch.setattr(linears, "_apply", lambda x, way, weights, biases: linears._each(x, weights, biases))
     module, args, kwargs = ZOO["gpt"]()
 
-    found = first_difference(module, "tp=2", example=(args, kwargs))
+    difference = first_difference(module, "tp=2", example=(args, kwargs))
 
-    assert found is not None
-    assert (found.phase, found.op) == ("backward", "head / linear")
-    assert found.value.startswith("ln")
+    assert difference is not None
+    assert (difference.phase, difference.op) == ("backward", "head / linear")
+    assert difference.value.startswith("ln")
 
 
 def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
@@ -120,24 +120,24 @@ def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
         return INVARIANT if bound.value == "last_weight" else right(self, bound, role, is_input)
 
     monkeypatch.setattr(Signature, "_absent", wrong)
-    found = first_difference(module, "dp=2", example=example)
+    difference = first_difference(module, "dp=2", example=example)
 
-    assert found is not None
-    assert (found.phase, found.op) == ("backward", "last / linear")
-    assert found.value.startswith("last_weight")
+    assert difference is not None
+    assert (difference.phase, difference.op) == ("backward", "last / linear")
+    assert difference.value.startswith("last_weight")
 
 
 def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
     module, example = gated
-    found = trace(module, "dp=2", example=example)
-    text = str(found)
+    trace_result = trace(module, "dp=2", example=example)
+    text = str(trace_result)
 
     assert "weights: float64[4, 16]" in text
     assert "[dp, .]" in text
-    (weights,) = [row for row in found.rows if row.phase == "forward" and row.op == "/ softmax"]
+    (weights,) = [row for row in trace_result.rows if row.phase == "forward" and row.op == "/ softmax"]
     assert weights.hashes[0] != weights.hashes[1]  # each rank has other rows
     assert all(digits in text for digits in weights.hashes)
-    loss = [row for row in found.rows if row.phase == "forward" and " < all_reduce " in row.op][-1]
+    loss = [row for row in trace_result.rows if row.phase == "forward" and " < all_reduce " in row.op][-1]
     assert loss.hashes[0] == loss.hashes[1]  # the loss is whole
 
 

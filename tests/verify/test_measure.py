@@ -36,18 +36,18 @@ def test_the_largest_gradient_widens_the_limit():
     ],
 )
 def test_deviation(a, b, expected):
-    one, other = (None if held is None else torch.tensor(held) for held in (a, b))
-    assert deviation(one, other) == expected
+    first, other = (None if value is None else torch.tensor(value) for value in (a, b))
+    assert deviation(first, other) == expected
 
 
 def test_a_tensor_that_only_one_side_has_is_a_row():
     rows = compare("gradient", {"a": torch.ones(1)}, {"b": torch.ones(1)}, 1.0, 1e-10)
-    assert {held.name for held in rows if not held.passed} == {"a", "b"}
+    assert {row.name for row in rows if not row.passed} == {"a", "b"}
 
 
 def test_the_worst_of_all_ranks_stays():
-    (found,) = worst_of([[row(off=0.1)], [row(off=0.3)], [row(off=0.2)]])
-    assert found.deviation == 0.3
+    (actual,) = worst_of([[row(off=0.1)], [row(off=0.3)], [row(off=0.2)]])
+    assert actual.deviation == 0.3
 
 
 def test_a_report_names_its_worst_row_and_raises():

@@ -166,7 +166,7 @@ def test_the_model_is_not_changed():
 
     verify(module, "tp=2", example=(args, kwargs))
 
-    assert all(torch.equal(module.state_dict()[key], held) for key, held in before.items())
+    assert all(torch.equal(module.state_dict()[key], value) for key, value in before.items())
     assert all(parameter.grad is None for parameter in module.parameters())
 
 

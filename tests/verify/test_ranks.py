@@ -13,9 +13,9 @@ from tests.models.zoo import ZOO
 
 
 def total(rank, start):
-    held = torch.tensor([float(rank + start)])
-    dist.all_reduce(held)
-    return rank, float(held)
+    values = torch.tensor([float(rank + start)])
+    dist.all_reduce(values)
+    return rank, float(values)
 
 
 def raises_on_one(rank):

@@ -264,7 +264,7 @@ def instance_statistics(call: LocalCall, signature: Signature) -> float:
 
 # statistics first, then the values: x is read twice, and dy and x are read twice
 TWICE = {"saved": "0", "passes": Passes(inputs=2, results=2, gradients=3, kernels=2)}
-BATCH = {"result": "norm", "localize": local_batch_norm, "collectives": send_statistics, "work": (1.0, 3.0), **TWICE}
+BATCH = {"result": "norm", "localize": local_batch_norm, "collectives": send_statistics, "work": (0.0, 1.0), **TWICE}
 define("batch_norm", rule=batch_norm, canonical=canonical_batch_norm, saved_extra=channel_statistics, prints=function,
        **BATCH)  # fmt: skip
 define("_native_batch_norm_legit_functional", rule=batch_norm, saved_extra=channel_statistics, gradient="first",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from rich.console import Group
 from rich.table import Table
@@ -31,9 +31,29 @@ from ..verify.measure import render
 from .communication import format_bytes, stored_bytes, totals
 from .conditions import made_for, spelled_out
 from .screen import MOST_NOTES, in_ranges, notes_of, priced_for, screen
+from .text import format_time, percent
 from .why import Why, why
 
 ROLES = {"fan": "replicated, gradient a pending sum", "whole": "replicated"}
+
+
+class MeasuredSteps(Protocol):
+    """The steps of a model that trains: their median, if there were any, and how many it is of."""
+
+    @property
+    def seconds(self) -> float | None: ...
+
+    @property
+    def count(self) -> int: ...
+
+
+class TrainedModel(Protocol):
+    """What `sw.parallelize` returns."""
+
+    plan: Any
+
+    @property
+    def step_times(self) -> MeasuredSteps: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +64,15 @@ class Explanation:
     program: LoweredProgram | None = None
     entry: str = "train"
     full: bool = False
+    measured: MeasuredSteps | None = None
 
     def __rich__(self) -> Group:
         parts: list[Any] = [*self._head()]
         priced = self.entry in self.plan.predicted
         if priced:
             parts += screen(self.plan, self.entry)
+        if self.measured is not None:
+            parts.append(Text(measured_line(self.plan, self.measured), style="bold"))
         if self.full or not priced:
             parts += self._tables()
         return Group(*parts, *notes_of(self.plan, None if self.full else MOST_NOTES))
@@ -106,22 +129,36 @@ class Explanation:
         return table
 
 
+def measured_line(plan: Plan, measured: MeasuredSteps) -> str:
+    """The steps that a model has made, beside what was predicted of its first training call."""
+    seconds = measured.seconds
+    if seconds is None:
+        return "measured step time: none yet, the first steps do not count"
+    line = f"measured step time {format_time(seconds)} (median of {measured.count} steps on this rank)"
+    predicted = next((plan.predicted[entry] for entry in plan.entries if entry in plan.predicted), None)
+    if predicted is None:
+        return f"{line}; nothing was predicted"
+    error = predicted["seconds"] / seconds - 1
+    speed = "too slow" if error > 0 else "too fast"
+    return f"{line}; predicted {format_time(predicted['seconds'])}, {percent(abs(error))} {speed}"
+
+
 @overload
 def explain(
-    plan: Plan, graph: Graph | None = None, *, op: None = None, cluster: None = None, training: None = None,
-    full: bool = False,
+    plan: Plan | TrainedModel, graph: Graph | None = None, *, op: None = None, cluster: None = None,
+    training: None = None, full: bool = False,
 ) -> Explanation: ...  # fmt: skip
 
 
 @overload
 def explain(
-    plan: Plan, graph: Graph, *, op: str, cluster: Cluster | str | Path | None = None,
+    plan: Plan | TrainedModel, graph: Graph, *, op: str, cluster: Cluster | str | Path | None = None,
     training: TrainingSetup | None = None, full: bool = False,
 ) -> Why: ...  # fmt: skip
 
 
 def explain(
-    plan: Plan,
+    plan: Plan | TrainedModel,
     graph: Graph | None = None,
     *,
     op: str | None = None,
@@ -131,6 +168,7 @@ def explain(
 ) -> Explanation | Why:
     """The decisions and the predicted cost of a plan. Print it.
 
+    A compiled model is its plan, with the step time that was measured beside the predicted one.
     The plan alone is one screen. `full` adds tables of every op and parameter, and with the graph of the
     model what a rank holds and communicates.
 
@@ -139,16 +177,27 @@ def explain(
     cluster     for `op`: what to price on; default: the cluster of the plan
     training    for `op`: optimizer and precision; default: those of the plan
     """
+    if not isinstance(plan, Plan):
+        measured: MeasuredSteps | None = plan.step_times
+        plan = _compiled_plan(plan)
+    else:
+        measured = None
     entry = graph.entry if graph is not None else next(iter(plan.entries))
     if graph is None:
         if op is not None:
             raise InputError("explaining an op needs the graph of the model: explain(plan, graph, op=...)")
-        return Explanation(plan=plan, entry=entry, full=full)
+        return Explanation(plan=plan, entry=entry, full=full, measured=measured)
     plan, graph = spelled_out(plan, graph)
     analysis = analyse(graph, probing())
     if op is not None:
         return why(plan, analysis, op, made_for(plan, entry, cluster, training))
-    return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True)
+    return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True, measured=measured)
+
+
+def _compiled_plan(model: TrainedModel) -> Plan:
+    if not isinstance(model.plan, Plan):
+        raise InputError("the model is not compiled yet; call it once, or pass example=(...) to parallelize")
+    return model.plan
 
 
 def _laid_out(plan: Plan) -> str:

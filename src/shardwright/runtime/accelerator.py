@@ -8,6 +8,7 @@ ROCm, XPU, NPUs and devices that a package registers are used in the same way. E
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -105,6 +106,27 @@ def seconds_on(device: torch.device, run: Callable[[], object]) -> float:
     end.record()
     torch.accelerator.synchronize(device)
     return float(start.elapsed_time(end)) / 1e3
+
+
+Mark = float | torch.Event
+"""A moment of a device: of an accelerator when it gets there, since it runs behind the program that feeds it."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the device's current stream. Nothing waits."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, end: Mark) -> float | None:
+    """The time from mark to mark; None while the device has not got there."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float), "marks of two devices"
+        return end - start
+    return float(start.elapsed_time(end)) / 1e3 if end.query() else None
 
 
 # -- random numbers ---------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ class ConsoleLogger(Logger):
 
 
 LABELS = {
-    "seconds_per_step": ("{:.3g} s/step", 1.0), "rows_per_second": ("{:.4g} rows/s", 1.0),
+    "seconds_per_step": ("{:.3g} s/step", 1.0), "predicted_seconds_per_step": ("predicted {:.3g}", 1.0),
+    "rows_per_second": ("{:.4g} rows/s", 1.0),
     "tokens_per_second": ("{:.4g} tokens/s", 1.0), "mfu": ("MFU {:.3g} %", 100.0), "memory_gib": ("{:.2f} GiB", 1.0),
     "lr": ("lr {:.3g}", 1.0), "epoch": ("epoch {:.0f}", 1.0),
 }  # fmt: skip

@@ -24,9 +24,11 @@ GIB = 2.0**30
 class Meter:
     """Counts samples and tokens between two reads."""
 
-    def __init__(self, *, flops_per_row: float | None = None, peak: float | None = None) -> None:
-        """`peak` is the sum over all devices; without it, or without flops, there is no MFU."""
-        self.flops_per_row, self.peak = flops_per_row, peak
+    def __init__(
+        self, *, flops_per_row: float | None = None, peak: float | None = None, predicted: float | None = None
+    ) -> None:
+        """`peak` is the sum over all devices; without it, or without flops, there is no MFU. `predicted`: of a step."""
+        self.flops_per_row, self.peak, self.predicted = flops_per_row, peak, predicted
         self._rows = self._tokens = self._steps = 0
         self._began = time.perf_counter()
 
@@ -50,6 +52,8 @@ class Meter:
         if not steps or seconds <= 0:
             return {}
         metrics = {"seconds_per_step": seconds / steps, "rows_per_second": rows / seconds}
+        if self.predicted is not None:
+            metrics["predicted_seconds_per_step"] = self.predicted
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
         if self.flops_per_row is not None and self.peak:

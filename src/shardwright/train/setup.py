@@ -121,16 +121,17 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
 
 def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:
     """A meter with the model's flops, and the devices' peak if the catalogue has the device."""
-    world = trainer.world
+    world, plan = trainer.world, compiled.model.plan
+    predicted = next((plan.predicted[entry]["seconds"] for entry in plan.entries if entry in plan.predicted), None)
     if compiled.model.flops is None or not compiled.rows:
-        return Meter()
+        return Meter(predicted=predicted)
     try:
         named = trainer.cluster not in ("auto", "catalogue")
-        cluster = compiled.model.plan.made_for or (find_cluster(trainer.cluster) if named else cluster_here(world))
+        cluster = plan.made_for or (find_cluster(trainer.cluster) if named else cluster_here(world))
         peak = peak_of(cluster, compiled.dtype, world.size)
     except (ClusterError, PlanError):  # a device missing from the catalogue
-        return Meter()
-    return Meter(flops_per_row=compiled.model.flops / compiled.rows, peak=peak)
+        return Meter(predicted=predicted)
+    return Meter(flops_per_row=compiled.model.flops / compiled.rows, peak=peak, predicted=predicted)
 
 
 def arithmetic(module: nn.Module, precision: Any) -> str:

@@ -21,7 +21,7 @@ def test_a_variable_that_all_layers_share_is_no_ones_inside():
     assert np.flatnonzero(~inner).tolist() == [0, 4, 8, 12, 16, 20]
 
 
-def taken(borders: Borders, order, tables: int) -> list[int]:
+def elimination_order(borders: Borders, order, tables: int) -> list[int]:
     eliminated = []
     for number, v in enumerate(order, start=tables):
         eliminated.append(v)
@@ -32,16 +32,16 @@ def taken(borders: Borders, order, tables: int) -> list[int]:
 def test_along_a_chain_every_second_goes_in_each_round():
     borders = Borders([(v, v + 1) for v in range(8)], [3] * 9, range(9))
 
-    assert taken(borders, borders.in_rounds(), 8) == [0, 8, 2, 4, 6, 1, 7, 3, 5]
+    assert elimination_order(borders, borders.in_rounds(), 8) == [0, 8, 2, 4, 6, 1, 7, 3, 5]
 
 
 def test_a_chain_of_large_borders_is_eaten_from_its_ends():
     borders = Borders([(v, v + 1) for v in range(4)], [300] * 5, range(5))
 
-    assert taken(borders, borders.in_rounds(), 4) == [0, 1, 2, 3, 4]
+    assert elimination_order(borders, borders.in_rounds(), 4) == [0, 1, 2, 3, 4]
 
 
 def test_the_smallest_table_goes_first():
     borders = Borders([(0, 1), (1, 2), (2, 3)], [2, 9, 2, 9], range(4))
 
-    assert taken(borders, borders.cheapest(), 3) == [3, 1, 0, 2]
+    assert elimination_order(borders, borders.cheapest(), 3) == [3, 1, 0, 2]

@@ -195,20 +195,20 @@ def layout_of(mesh, rows):
 
 def parts_of(stages):
     """(parts, takes, gives) for each stage, when stage k has `stages[k]` parts."""
-    found, at = [], 0
+    collected, at = [], 0
     for many in stages:
         parts = PARTS[at : at + many]
         inner = [name for part in parts for name in part[2]]
         takes = dict.fromkeys(name for part in parts for name in part[1] if name not in inner)
         later = {name for part in PARTS[at + many :] for name in part[1]} | set(OUT)
-        found.append((parts, tuple(takes), tuple(name for name in inner if name in later)))
+        collected.append((parts, tuple(takes), tuple(name for name in inner if name in later)))
         at += many
-    return found
+    return collected
 
 
 def crossings_of(sharding, meshes, rows, dtype):
     home = {name: number for number, (_, _, gives) in enumerate(sharding) for name in gives}
-    found = []
+    collected = []
     for receiver, (_, takes, _) in enumerate(sharding):
         for name in takes:
             if name not in INPUTS:
@@ -217,7 +217,7 @@ def crossings_of(sharding, meshes, rows, dtype):
                 source_layout, target_layout = (
                     Layout(shards=layout_of(mesh, rows).shards[: len(shape)]) for mesh in sides
                 )
-                found.append(
+                collected.append(
                     StageCrossing(
                         value=name,
                         sender=home[name],
@@ -230,7 +230,7 @@ def crossings_of(sharding, meshes, rows, dtype):
                         target_layout=target_layout,
                     )
                 )
-    return tuple(found)
+    return tuple(collected)
 
 
 def leaving_of(last_stage, rows, dtype):
@@ -276,16 +276,16 @@ def build(
     for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, sharding, strict=True)):
         groups = Groups(mesh)
         keys = {key: held_of(key, mesh, dtype, tied) for part in parts for key in part[3]}
-        pp_ranks[mesh].update({held.name: held for held in keys.values()})
+        pp_ranks[mesh].update({key.name: key for key in keys.values()})
         stage, own = None, {}
         if rank in mesh.devices:
             rest = (groups, ("dp",), torch.device("cpu"), random)
             stage = Stage(parts, takes, gives, rows, moment, recomputed, *rest)
-            for key, held in keys.items():
-                if held.name not in parameters:
-                    local = shard_tensor(full[held.name], held, mesh.sizes, coordinates(groups))
-                    parameters[held.name] = make_parameter(local, held, groups)
-                own[key] = parameters[held.name]
+            for key, value in keys.items():
+                if value.name not in parameters:
+                    local = shard_tensor(full[value.name], value, mesh.sizes, coordinates(groups))
+                    parameters[value.name] = make_parameter(local, value, groups)
+                own[key] = parameters[value.name]
         placed.append(
             PlacedStage(
                 number=number,
@@ -305,8 +305,8 @@ def build(
         forward=forward,
         moment=moment,
     )
-    held = [(mesh, tuple(found.values())) for mesh, found in pp_ranks.items()]
-    join_pipeline(PipelineNorms(held), parameters.values())
-    sync = GradientSync([(p.spec, p) for p in parameters.values()], ties=TiedGradients(held))
+    value = [(mesh, tuple(rank.values())) for mesh, rank in pp_ranks.items()]
+    join_pipeline(PipelineNorms(value), parameters.values())
+    sync = GradientSync([(p.spec, p) for p in parameters.values()], ties=TiedGradients(value))
     running = RunningPipeline(pipeline, PipelineLoop(sync, backward))
     return Built(pipeline, running, parameters, sync)

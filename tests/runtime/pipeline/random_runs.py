@@ -36,13 +36,13 @@ class Case:
     def edges(self):
         return [
             StageEdge(source, target, 0.0, 0.0 if self.smooth[source] else None)
-            for target, found in enumerate(self.sources)
-            for source in found
+            for target, result in enumerate(self.sources)
+            for source in result
         ]
 
     @property
     def sinks(self):
-        read = {source for found in self.sources for source in found}
+        read = {source for result in self.sources for source in result}
         return [stage for stage in range(len(self.sources)) if stage not in read]
 
 
@@ -69,9 +69,9 @@ def random_steps(case: Case, chance: random.Random) -> tuple[tuple[Step, ...], .
     microbatches = range(case.schedule.microbatches)
     apart = {stage for stage in range(len(case.sources)) if chance.random() < 0.4}
     needs: dict[Step, set[Step]] = {}
-    for stage, found in enumerate(case.sources):
+    for stage, result in enumerate(case.sources):
         for at in microbatches:
-            needs[Step("F", stage, at)] = {Step("F", source, at) for source in found}
+            needs[Step("F", stage, at)] = {Step("F", source, at) for source in result}
             needs[Step("B", stage, at)] = {Step("F", stage, at)} | {
                 Step("B", target, at)
                 for target, read in enumerate(case.sources)
@@ -102,10 +102,10 @@ def mutated(case: Case, seed: int) -> Case:
         if len(row) > 1:
             at = chance.randrange(len(row) - 1)
             step, other = row[at], row[at + 1]
-            together = [held for held in rows if step in held and other in held]
-            for held in together if chance.random() < 0.7 else [row]:
-                i, j = held.index(step), held.index(other)
-                held[i], held[j] = held[j], held[i]
+            together = [row for row in rows if step in row and other in row]
+            for value in together if chance.random() < 0.7 else [row]:
+                i, j = value.index(step), value.index(other)
+                value[i], value[j] = value[j], value[i]
     return replace(case, schedule=replace(case.schedule, devices=tuple(map(tuple, rows))))
 
 
@@ -145,20 +145,20 @@ def layout_of(case, stage, mesh):
 
 def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Tensor]]:
     moment = Moment(case.schedule.microbatches)
-    meshes = [Mesh(axes=(Axis(name="d", size=len(held)),), devices=held) for held in case.schedule.holders]
+    meshes = [Mesh(axes=(Axis(name="d", size=len(holder)),), devices=holder) for holder in case.schedule.holders]
     placed, leaves = [], {}
-    for number, (mesh, found) in enumerate(zip(meshes, case.sources, strict=True)):
+    for number, (mesh, meshe) in enumerate(zip(meshes, case.sources, strict=True)):
         stage = None
         sink = number in case.sinks
         if rank in mesh.devices:
             leaves[number] = weights(case)[number].requires_grad_()
             place = mesh.devices.index(rank)
-            stage = Tiny(number, found, sink, case.sharding[number], place, mesh.size, leaves[number], moment)
+            stage = Tiny(number, meshe, sink, case.sharding[number], place, mesh.size, leaves[number], moment)
         placed.append(
             PlacedStage(
                 number=number,
                 mesh=mesh,
-                takes=(0, *(f"v{source}" for source in found)),
+                takes=(0, *(f"v{source}" for source in meshe)),
                 gives=(f"v{number}", f"sum{number}") if sink else (f"v{number}",),
                 stage=stage,
             )
@@ -174,8 +174,8 @@ def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Te
             source_layout=layout_of(case, source, meshes[source]),
             target_layout=layout_of(case, target, meshes[target]),
         )
-        for target, found in enumerate(case.sources)
-        for source in found
+        for target, result in enumerate(case.sources)
+        for source in result
     )
     leaving = tuple(
         PipelineOutput(value=f"sum{sink}", stage=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
@@ -212,8 +212,8 @@ def run_rank(case: Case, rank: int, transport, apart=False) -> tuple[dict, dict]
 def on_one_device(case: Case) -> tuple[dict, dict]:
     leaves = [weight.requires_grad_() for weight in weights(case)]
     x, values = batch(case), []
-    for weight, found in zip(leaves, case.sources, strict=True):
-        crossed = [values[source] if case.smooth[source] else values[source].detach() for source in found]
+    for weight, result in zip(leaves, case.sources, strict=True):
+        crossed = [values[source] if case.smooth[source] else values[source].detach() for source in result]
         values.append(torch.tanh((x + sum(crossed)) @ weight.t()))
     sums = {sink: values[sink].sum() for sink in case.sinks}
     sum(sums.values()).backward()
@@ -223,14 +223,14 @@ def on_one_device(case: Case) -> tuple[dict, dict]:
 def compare(case: Case, results: list[tuple[dict, dict]]) -> None:
     """Results of sharding stages add up, those of whole ones are the same everywhere."""
     sums, gradients = on_one_device(case)
-    for number, held in enumerate(case.schedule.holders):
-        found = [results[rank] for rank in held]
+    for number, holder in enumerate(case.schedule.holders):
+        collected = [results[rank] for rank in holder]
         if number in sums:
-            mine = [one[0][number] for one in found]
+            mine = [value[0][number] for value in collected]
             total = sum(mine) if case.sharding[number] else mine[0]
             assert abs(total - sums[number]) < 1e-10, (case, number)
         none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)  # what crosses and leads nowhere has a gradient of zeros
-        grads = [none if one[1][number] is None else one[1][number] for one in found]
+        grads = [none if value[1][number] is None else value[1][number] for value in collected]
         total = sum(grads) if case.sharding[number] else grads[0]
         wanted = none if gradients[number] is None else gradients[number]
         torch.testing.assert_close(total, wanted, rtol=0, atol=1e-10)

@@ -57,20 +57,20 @@ def running(schedule, times):
     """This rank's part of a chain of sleeping stages."""
     rank, moment = here().rank, Moment(schedule.microbatches)
     count = schedule.stages
-    groups = {held: Groups(Mesh(axes=(), devices=held)) for held in sorted(set(schedule.holders))}
+    groups = {holder: Groups(Mesh(axes=(), devices=holder)) for holder in sorted(set(schedule.holders))}
     placed = tuple(
         PlacedStage(
             number=number,
-            mesh=Mesh(axes=(), devices=held),
+            mesh=Mesh(axes=(), devices=holder),
             takes=(0,) if number == 0 else (f"x{number - 1}",),
             gives=("loss",) if number == count - 1 else (f"x{number}",),
             stage=Sleeper(
-                times[number], number == count - 1, groups[held], (), torch.device("cpu"), Randomness(), moment
+                times[number], number == count - 1, groups[holder], (), torch.device("cpu"), Randomness(), moment
             )
-            if rank in held
+            if rank in holder
             else None,
         )
-        for number, held in enumerate(schedule.holders)
+        for number, holder in enumerate(schedule.holders)
     )
     crossings = tuple(
         StageCrossing(

@@ -27,10 +27,10 @@ PARTS = {1: (4,), 2: (2, 2), 3: (1, 2, 1), 4: (1, 1, 1, 1)}
 
 def schedules(kind, pp_ranks, microbatches):
     """The training schedule, the one for inference, and how many parts each stage has."""
-    made = spread(schedule_kind(kind).make(len(pp_ranks), microbatches), pp_ranks)
-    last = [made.stages - 1]
-    forward = forward_only(made.holders, microbatches)
-    return with_prologue(made, last), with_prologue(forward, last), PARTS[made.stages]
+    schedule = spread(schedule_kind(kind).make(len(pp_ranks), microbatches), pp_ranks)
+    last = [schedule.stages - 1]
+    forward = forward_only(schedule.holders, microbatches)
+    return with_prologue(schedule, last), with_prologue(forward, last), PARTS[schedule.stages]
 
 
 def ready(rank, kind, pp_ranks, microbatches, **options):
@@ -44,23 +44,23 @@ def gradients(parameters):
 
 def merged(results):
     """What the ranks hold together; copies must be equal."""
-    found = {}
-    for held in results:
-        for key, value in held.items():
-            if key in found and value is not None:
-                torch.testing.assert_close(value, found[key], rtol=0, atol=0)
-            found[key] = value
-    return found
+    by_name = {}
+    for result in results:
+        for key, value in result.items():
+            if key in by_name and value is not None:
+                torch.testing.assert_close(value, by_name[key], rtol=0, atol=0)
+            by_name[key] = value
+    return by_name
 
 
-def assert_near(found, wanted, where=""):
-    assert found.keys() == wanted.keys()
+def assert_near(actual, wanted, where=""):
+    assert actual.keys() == wanted.keys()
     for key, value in wanted.items():
         if value is None:
-            assert found[key] is None, key
+            assert actual[key] is None, key
         else:
             text = f"{where} {key}: "
-            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12, msg=lambda why, text=text: text + why)
+            torch.testing.assert_close(actual[key], value, rtol=0, atol=1e-12, msg=lambda why, text=text: text + why)
 
 
 # -- a step under every kind of schedule ---------------------------------------------------
@@ -77,13 +77,13 @@ CASES = {
 
 
 def steps(rank, cases):
-    found = []
+    collected = []
     for number, (kind, pp_ranks, microbatches) in enumerate(cases):
         built = ready(rank, kind, pp_ranks, microbatches, recomputed=number % 2 == 1)
         outputs = built.running(chain.batch())
         outputs[0].backward()
-        found.append((gradients(built.parameters), [out.detach() for out in outputs]))
-    return found
+        collected.append((gradients(built.parameters), [out.detach() for out in outputs]))
+    return collected
 
 
 @pytest.mark.parametrize("ranks", CASES)
@@ -93,9 +93,9 @@ def test_a_step_is_that_of_the_original(ranks):
     outputs = model(*chain.batch())
     outputs[0].backward()
     for case in zip(*results, strict=True):
-        assert_near(merged([held for held, _ in case]), gradients(dict(model.named_parameters())))
-        for _, found in case:
-            for mine, wanted in zip(found, outputs, strict=True):
+        assert_near(merged([value for value, _ in case]), gradients(dict(model.named_parameters())))
+        for _, tensor in case:
+            for mine, wanted in zip(tensor, outputs, strict=True):
                 torch.testing.assert_close(mine, wanted.detach(), rtol=0, atol=1e-12)
 
 
@@ -163,8 +163,8 @@ def of_inputs(model, parameters):
 
 
 def asked_for(model, parameters):
-    found = torch.autograd.grad(model(*chain.batch())[0], list(parameters.values()), allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    gradients = torch.autograd.grad(model(*chain.batch())[0], list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def frozen(model, parameters):
@@ -219,16 +219,18 @@ OUTSIDE = [*USES, several_outputs, loss_outside]
 
 
 def merged_uses(results):
-    return [(merged([found for found, _ in case]), [given for _, given in case]) for case in zip(*results, strict=True)]
+    return [
+        (merged([tensor for tensor, _ in case]), [tensor for _, tensor in case]) for case in zip(*results, strict=True)
+    ]
 
 
 def uses(rank, kind, pp_ranks, backward, names):
-    found = []
+    collected = []
     for name in names:
         built = ready(rank, kind, pp_ranks, 4, backward=backward)
-        given = globals()[name](lambda *tensors, built=built: built.running(tensors), built.parameters)
-        found.append((gradients(built.parameters), given))
-    return found
+        inputs = globals()[name](lambda *tensors, built=built: built.running(tensors), built.parameters)
+        collected.append((gradients(built.parameters), inputs))
+    return collected
 
 
 @pytest.mark.parametrize(
@@ -240,16 +242,16 @@ def test_what_people_do(kind, pp_ranks, backward):
     if pp_ranks == "1+2":
         names.remove("asked_for")  # gradients that are not accumulated are not summed over ranks either
     results = run_processes(sum(map(len, SEATS[pp_ranks])), uses, kind, pp_ranks, backward, names, timeout=120)
-    for name, (found, given) in zip(names, merged_uses(results), strict=True):
+    for name, (result, value) in zip(names, merged_uses(results), strict=True):
         model = chain.Single()
         parameters = dict(model.named_parameters())
         wanted = globals()[name](model, parameters)
-        assert_near(found, gradients(parameters), name)
-        for one in given:
+        assert_near(result, gradients(parameters), name)
+        for item in value:
             if name == "asked_for":
-                assert_near(one, {key: wanted[key] for key in one})
+                assert_near(item, {key: wanted[key] for key in item})
             elif wanted is not None:
-                torch.testing.assert_close(one, wanted, rtol=0, atol=1e-12)
+                torch.testing.assert_close(item, wanted, rtol=0, atol=1e-12)
 
 
 # -- what is refused -------------------------------------------------------------------------
@@ -257,14 +259,14 @@ def test_what_people_do(kind, pp_ranks, backward):
 
 def refusals(rank):
     built = ready(rank, "1f1b", "2", 4)
-    found = []
+    collected = []
 
     def note(use):
         try:
             use()
-            found.append(None)
+            collected.append(None)
         except InputError as error:
-            found.append(str(error))
+            collected.append(str(error))
 
     loss, logits, _, decay, _ = built.running(chain.batch())
     note(lambda: logits.sum().backward())
@@ -272,16 +274,16 @@ def refusals(rank):
     note(lambda: loss.backward(create_graph=True))
     note(loss.backward)
     note(loss.backward)
-    return found
+    return collected
 
 
 def test_what_is_refused_says_what_to_do():
-    for found in run_processes(2, refusals):
-        assert "output logits of a pipeline" in found[0] and 'backward="outside"' in found[0]
-        assert "output decay of a pipeline" in found[1] and 'backward="outside"' in found[1]
-        assert "leave create_graph out" in found[2]
-        assert found[3] is None
-        assert "retain_graph=True" in found[4]
+    for result in run_processes(2, refusals):
+        assert "output logits of a pipeline" in result[0] and 'backward="outside"' in result[0]
+        assert "output decay of a pipeline" in result[1] and 'backward="outside"' in result[1]
+        assert "leave create_graph out" in result[2]
+        assert result[3] is None
+        assert "retain_graph=True" in result[4]
 
 
 def broken(rank):
@@ -290,13 +292,13 @@ def broken(rank):
     for placed in built.pipeline.placed:
         if placed.stage is not None:
             placed.stage.random = None
-    found = []
+    collected = []
     for _ in range(2):
         try:
             built.running(chain.batch())
         except (RankError, AttributeError) as error:
-            found.append(str(error))
-    return found
+            collected.append(str(error))
+    return collected
 
 
 def test_a_pipeline_that_broke_off_does_not_go_on():
@@ -319,7 +321,7 @@ def test_eval_runs_forwards_and_waits_for_a_backward():
     model = chain.Single()
     loss, logits, *_ = model(*chain.batch())
     (loss + logits.sum()).backward()
-    assert_near(merged([found for found, _ in results]), gradients(dict(model.named_parameters())))
+    assert_near(merged([result for result, _ in results]), gradients(dict(model.named_parameters())))
     assert [calls for _, calls in results] == [4, 4]
 
 
@@ -347,7 +349,7 @@ def overflowing(rank, backward, pp_ranks):
     built = ready(rank, "1f1b", pp_ranks, 4, backward=backward)
     optimizer = torch.optim.SGD(built.parameters.values(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    found = []
+    collected = []
     for step in range(4):
         optimizer.zero_grad()
         if step == 1 and "w3" in built.parameters:
@@ -359,8 +361,8 @@ def overflowing(rank, backward, pp_ranks):
         scaler.step(optimizer)
         scaler.update()
         values = {key: p.detach().as_subclass(torch.Tensor).clone() for key, p in built.parameters.items()}
-        found.append((values, scaler.get_scale()))
-    return found
+        collected.append((values, scaler.get_scale()))
+    return collected
 
 
 @pytest.mark.parametrize(("backward", "pp_ranks"), [("inside", "2"), ("outside", "1+2")])
@@ -391,13 +393,13 @@ def tiny_batch():
 def underflowing(rank):
     """The gradient of the first weight is too small for float16 unless the loss is scaled."""
     built = ready(rank, "1f1b", "2", 2, dtype=torch.float16)
-    found = []
+    collected = []
     for _ in range(2):
         for parameter in built.parameters.values():
             parameter.grad = None
         (built.running(tiny_batch())[0] * SCALE).backward()
-        found.append({key: g.double() / SCALE for key, g in gradients(built.parameters).items() if g is not None})
-    return found
+        collected.append({key: g.double() / SCALE for key, g in gradients(built.parameters).items() if g is not None})
+    return collected
 
 
 def test_the_schedule_is_seeded_with_the_last_scale():
@@ -406,7 +408,7 @@ def test_the_schedule_is_seeded_with_the_last_scale():
     model(x.double(), target)[0].backward()
     first, second = zip(*run_processes(2, underflowing), strict=True)
 
-    def error(found):
-        return ((found["w0"] - model.w0.grad).norm() / model.w0.grad.norm()).item()
+    def error(actual):
+        return ((actual["w0"] - model.w0.grad).norm() / model.w0.grad.norm()).item()
 
     assert error(merged(second)) < 0.3 * error(merged(first))

@@ -41,7 +41,7 @@ class Saved:
 
 def kept(rank, kind, pp_ranks, counts):
     """The most tensors that autograd kept at a time in a step, for each number of microbatches."""
-    found = []
+    collected = []
     for microbatches in counts:
         rows = 3 * microbatches
         built = ready(rank, kind, pp_ranks, microbatches, rows=rows)
@@ -50,21 +50,21 @@ def kept(rank, kind, pp_ranks, counts):
             loss = built.running(chain.batch(rows=rows))[0]
         assert Saved.live == 0
         loss.backward()
-        found.append(Saved.peak)
-    return found
+        collected.append(Saved.peak)
+    return collected
 
 
 @pytest.mark.parametrize("pp_ranks", ["2", "4"])
 def test_1f1b_keeps_as_many_microbatches_as_there_are_stages(pp_ranks):
     results = run_processes(int(pp_ranks), kept, "1f1b", pp_ranks, (1, 4, 8, 16))
-    for rank, (one, *many) in enumerate(results):
+    for rank, (result, *many) in enumerate(results):
         assert len(set(many)) == 1
-        assert many[0] == one * (int(pp_ranks) - rank)
+        assert many[0] == result * (int(pp_ranks) - rank)
 
 
 def test_gpipe_keeps_all():
-    for one, four, sixteen in run_processes(2, kept, "gpipe", "2", (1, 4, 16)):
-        assert (four, sixteen) == (4 * one, 16 * one)
+    for result, four, sixteen in run_processes(2, kept, "gpipe", "2", (1, 4, 16)):
+        assert (four, sixteen) == (4 * result, 16 * result)
 
 
 # -- outputs that were sent --------------------------------------------------------------------

@@ -64,14 +64,14 @@ def test_what_the_checker_passes_of_mutated_ones_runs(block):
 
 
 def on_gloo(rank, seeds):
-    found = []
+    collected = []
     transport = TorchTransport()
     for seed in seeds:
         case = random_case(seed)
         transport.connect(pairs_of(pipeline_of(case, rank)[0]))
         mine = rank < len(case.schedule.devices)
-        found.append(run_rank(case, rank, transport) if mine else None)
-    return found
+        collected.append(run_rank(case, rank, transport) if mine else None)
+    return collected
 
 
 def test_dozens_run_on_gloo():

@@ -54,13 +54,13 @@ def local(x, layout, mesh, rank):
 
 @settings(max_examples=300, deadline=None)
 @given(side(), side())
-def test_every_element_arrives_once_from_a_holder(one, two):
-    (sender, held), (receiver, wanted) = one, two
+def test_every_element_arrives_once_from_a_holder(source, destination):
+    (sender, stored), (receiver, wanted) = source, destination
     x = torch.arange(12 * 18).view(SHAPE)
     outs = {rank: torch.full_like(local(x, wanted, receiver, rank), -1) for rank in receiver.devices}
     filled = {rank: torch.zeros_like(out) for rank, out in outs.items()}
-    for leg in routes(held, sender, wanted, receiver, SHAPE):
-        mine = local(x, held, sender, leg.source)
+    for leg in routes(stored, sender, wanted, receiver, SHAPE):
+        mine = local(x, stored, sender, leg.source)
         message = leg.pack(mine)
         assert message.is_contiguous() and message.numel() == leg.elements > 0
         straight = leg.straight(outs[leg.target])
@@ -77,25 +77,25 @@ def test_every_element_arrives_once_from_a_holder(one, two):
 
 @settings(max_examples=200, deadline=None)
 @given(side(), side())
-def test_a_rank_takes_from_itself_what_it_has(one, two):
-    (sender, held), (receiver, wanted) = one, two
-    at = {rank: local_region(held, SHAPE, sender.sizes, sender.coordinates(rank)) for rank in sender.devices}
-    for leg in routes(held, sender, wanted, receiver, SHAPE):
+def test_a_rank_takes_from_itself_what_it_has(source, destination):
+    (sender, stored), (receiver, wanted) = source, destination
+    at = {rank: local_region(stored, SHAPE, sender.sizes, sender.coordinates(rank)) for rank in sender.devices}
+    for leg in routes(stored, sender, wanted, receiver, SHAPE):
         if leg.target in at and at[leg.target] == at[leg.source]:
             assert leg.source == leg.target
 
 
 @settings(max_examples=200, deadline=None)
 @given(side(), side())
-def test_copies_share_the_sending(one, two):
-    (sender, held), (receiver, wanted) = one, two
+def test_copies_share_the_sending(source, destination):
+    (sender, stored), (receiver, wanted) = source, destination
     sends = Counter()
-    for leg in routes(held, sender, wanted, receiver, SHAPE):
+    for leg in routes(stored, sender, wanted, receiver, SHAPE):
         if leg.source != leg.target:
             sends[leg.source] += 1
     shards = {}
     for rank in sender.devices:
-        shard = local_region(held, SHAPE, sender.sizes, sender.coordinates(rank))
+        shard = local_region(stored, SHAPE, sender.sizes, sender.coordinates(rank))
         shards.setdefault(shard, []).append(rank)
     for ranks in shards.values():
         loads = [sends[rank] for rank in ranks]
@@ -113,25 +113,26 @@ def test_equal_layouts_pair_ranks_of_the_same_place():
 
 
 def test_one_to_three_and_back():
-    one = Mesh(axes=(Axis(name="tp", size=1),), devices=(5,))
+    mesh = Mesh(axes=(Axis(name="tp", size=1),), devices=(5,))
     three = Mesh(axes=(Axis(name="tp", size=3),), devices=(0, 1, 2))
     rows = make_layout([[contiguous_shard(three.axes[0], 12)], []])
     whole = make_layout([[], []])
-    assert [(leg.source, leg.target, leg.elements) for leg in routes(whole, one, rows, three, SHAPE)] == [
+    assert [(leg.source, leg.target, leg.elements) for leg in routes(whole, mesh, rows, three, SHAPE)] == [
         (5, rank, 4 * 18) for rank in range(3)
     ]
-    assert [(leg.source, leg.target, leg.elements) for leg in routes(rows, three, whole, one, SHAPE)] == [
+    assert [(leg.source, leg.target, leg.elements) for leg in routes(rows, three, whole, mesh, SHAPE)] == [
         (rank, 5, 4 * 18) for rank in range(3)
     ]
 
 
 def test_a_scalar_and_nothing():
-    one = Mesh(axes=(), devices=(3,))
-    two = Mesh(axes=(Axis(name="tp", size=2),), devices=(3, 4))
+    mesh = Mesh(axes=(), devices=(3,))
+    destination = Mesh(axes=(Axis(name="tp", size=2),), devices=(3, 4))
     assert [
-        (leg.source, leg.target, leg.elements) for leg in routes(make_layout([]), one, make_layout([]), two, ())
+        (leg.source, leg.target, leg.elements)
+        for leg in routes(make_layout([]), mesh, make_layout([]), destination, ())
     ] == [
         (3, 3, 1),
         (3, 4, 1),
     ]
-    assert routes(make_layout([[]]), one, make_layout([[]]), two, (0,)) == ()
+    assert routes(make_layout([[]]), mesh, make_layout([[]]), destination, (0,)) == ()

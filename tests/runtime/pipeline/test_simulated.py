@@ -23,13 +23,13 @@ def times_of(schedule):
 
 
 def schedules():
-    made = {kind: schedule_kind(kind).make(RANKS, MICROBATCHES) for kind in KINDS}
-    return {**made, "few": interleaved(RANKS, 3), "fewest": schedule_kind("1f1b").make(RANKS, 2)}
+    by_key = {kind: schedule_kind(kind).make(RANKS, MICROBATCHES) for kind in KINDS}
+    return {**by_key, "few": interleaved(RANKS, 3), "fewest": schedule_kind("1f1b").make(RANKS, 2)}
 
 
 def measure(rank=0):
     """For each schedule, when the ranks were done: the quickest of a few tries, since noise only adds."""
-    found = {}
+    by_name = {}
     for name, schedule in schedules().items():
         model = running(schedule, times_of(schedule))
         ends = []
@@ -44,8 +44,8 @@ def measure(rank=0):
             every = [torch.zeros(()) for _ in range(RANKS)]
             dist.all_gather(every, mine)
             ends.append([float(end) for end in every])
-        found[name] = min(ends, key=max)
-    return found
+        by_name[name] = min(ends, key=max)
+    return by_name
 
 
 @pytest.fixture(scope="module")

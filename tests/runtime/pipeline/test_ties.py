@@ -18,7 +18,7 @@ CASES = {
 
 def trained(rank, cases):
     """Three steps of an optimizer with clipping, an accumulation under no_sync, a step whose gradients are kept."""
-    found = []
+    collected = []
     for kind, pp_ranks, backward in cases:
         built = ready(rank, kind, pp_ranks, 4, backward=backward, tied=True)
         optimizer = torch.optim.AdamW(built.parameters.values(), lr=0.05)
@@ -32,8 +32,8 @@ def trained(rank, cases):
             optimizer.step()
         built.running(chain.batch(20))[0].backward()  # onto clipped gradients
         values = {key: p.detach().as_subclass(torch.Tensor) for key, p in built.parameters.items()}
-        found.append((gradients(built.parameters), values, totals))
-    return found
+        collected.append((gradients(built.parameters), values, totals))
+    return collected
 
 
 @pytest.mark.parametrize("ranks", CASES)
@@ -50,8 +50,8 @@ def test_a_tied_parameter_trains_as_one(ranks):
         optimizer.step()
     model(*chain.batch(20))[0].backward()
     for case in zip(*run_processes(ranks, trained, CASES[ranks]), strict=True):
-        assert_near(merged([held for held, _, _ in case]), gradients(parameters))
-        assert_near(merged([held for _, held, _ in case]), {key: p.detach() for key, p in parameters.items()})
+        assert_near(merged([tensor for tensor, _, _ in case]), gradients(parameters))
+        assert_near(merged([tensor for _, tensor, _ in case]), {key: p.detach() for key, p in parameters.items()})
         for _, _, mine in case:
             torch.testing.assert_close(mine, totals, rtol=1e-12, atol=0)
             assert mine == case[0][2]  # to the last bit
@@ -65,15 +65,15 @@ def norms(rank, pp_ranks):
     built.running(chain.batch())[0].backward()
     parameters = [p for p in built.parameters.values() if p.grad is not None]
     grads = [p.grad for p in parameters]
-    found = [
+    results = [
         torch.nn.utils.get_total_norm(grads, order, foreach=foreach) for order in ORDERS for foreach in (None, False)
     ]
-    found.append(torch.stack([p.grad.norm() for p in parameters]).square().sum().sqrt())
-    found.append(torch.nn.utils.get_total_norm(parameters))
+    results.append(torch.stack([p.grad.norm() for p in parameters]).square().sum().sqrt())
+    results.append(torch.nn.utils.get_total_norm(parameters))
     if "w2" in built.parameters:
         built.parameters["w2"].grad[0, 0] = math.nan
-    found.append(torch.nn.utils.get_total_norm([p.grad for p in parameters], math.inf))
-    return found
+    results.append(torch.nn.utils.get_total_norm([p.grad for p in parameters], math.inf))
+    return results
 
 
 @pytest.mark.parametrize("pp_ranks", ["2", "1+2"])
@@ -84,5 +84,5 @@ def test_norms_are_those_of_the_whole_model(pp_ranks):
     grads = [p.grad for p in used]
     wanted = [torch.nn.utils.get_total_norm(grads, order) for order in ORDERS for _ in range(2)]
     wanted += [wanted[0], torch.nn.utils.get_total_norm(used), torch.tensor(math.nan).double()]
-    for found in run_processes(2 if pp_ranks == "2" else 3, norms, pp_ranks):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0, equal_nan=True)
+    for result in run_processes(2 if pp_ranks == "2" else 3, norms, pp_ranks):
+        torch.testing.assert_close(result, wanted, rtol=1e-12, atol=0, equal_nan=True)

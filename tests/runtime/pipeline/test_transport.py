@@ -54,9 +54,9 @@ def exchanged(rank):
 
 
 def test_on_gloo_all_dtypes_arrive_in_order():
-    for rank, found in enumerate(run_processes(2, exchanged)):
+    for rank, result in enumerate(run_processes(2, exchanged)):
         wanted = [torch.arange(4).add(10 * number + 1 - rank).to(dtype) for number in range(8) for dtype in DTYPES]
-        for mine, other in zip(found, wanted, strict=True):
+        for mine, other in zip(result, wanted, strict=True):
             assert torch.equal(mine, other)
 
 

@@ -35,6 +35,7 @@ from .program import Program, shown
 from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
 from .specialization import CompiledCall, ModelCall, ModelCompiler, RankState, ReplacedParameters, Specialization
+from .step_times import StepTimes
 from .view import ModelView, view_class
 
 
@@ -62,6 +63,7 @@ class ParallelModel(ModelView):
         self._float = dtype_of_floats(skeleton.parameters())
         self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
+        self.step_times = StepTimes(world.device, accumulate)
         self.plan = self.flops = None
         self.training = skeleton.training
         check_names(self, skeleton)
@@ -262,6 +264,9 @@ class ParallelModel(ModelView):
             tensors = input_gradients.unweighed(tensors, own, self._reduction.kind, self.data_size, entry.stage is None)
         if self.training and torch.is_grad_enabled():
             holding.random.advance()
+            self.step_times.begin(entry)
+        else:
+            self.step_times.interrupt()
         results = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
         self._comparison.until_backward(results)
         outputs = self._out(entry, results)
