@@ -166,10 +166,10 @@ class Search:
         if plan != "auto":
             request = replace(request, source=parse_plan_string(plan))
         try:
-            made = make_plan(self.analysis.graph, self.analysis, request, cluster.size).predicted["train"]
+            prediction = make_plan(self.analysis.graph, self.analysis, request, cluster.size).predicted["train"]
         except ShardwrightError:
             return math.inf, math.inf, math.inf
-        return made["seconds"], made.get("bound", 0.0), made["memory"]["peak"]
+        return prediction["seconds"], prediction.get("bound", 0.0), prediction["memory"]["peak"]
 
     @property
     def limit(self) -> float:
