@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
+from ..cost.saved_for_backward import saved_for_backward
 from ..ops import spec_of
 from ..ops.contexts import LocalCall, LocalTensor
 from ..rules import Signature
@@ -56,6 +57,16 @@ def _back(how: str, tensor: LocalTensor, size: float) -> GradientFlow:
     if how == "pass" or (how == "pass_same" and tensor.elements == size):
         return GradientFlow.PASS
     return GradientFlow.FREE if how == "free" else GradientFlow.FRESH
+
+
+def op_bytes(call: LocalCall, signature: Signature, backward: bool) -> float:
+    """The bytes that an op takes while it runs, without its parameters: the more of forward and backward."""
+    own, extra = flow(call, signature), saved_for_backward(call, signature).extra
+    inputs = [0.0 if tensor.parameter else tensor.bytes for tensor in call.inputs]
+    outputs = sum(tensor.bytes for tensor in call.outputs)
+    fresh = sum(size for size, how in zip(inputs, own.back, strict=True) if how is GradientFlow.FRESH)
+    behind = outputs + fresh + own.backward if backward and call.gradient else 0.0
+    return extra + max(sum(inputs) + outputs + own.forward, behind)
 
 
 @dataclass(frozen=True, slots=True)

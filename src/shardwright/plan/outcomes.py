@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auto import MeshResult
+    from .mesh_fit import MeshResult
 
 ROUNDING = 1e-4
 
@@ -30,7 +30,7 @@ def mesh_outcomes(results: Iterable[MeshResult], best: MeshResult, limit: float,
 
 def _outcome(result: MeshResult, best: MeshResult, limit: float, small: float) -> dict[str, Any]:
     solution = result.solution
-    bound = solution.bound if solution is not None else result.bound
+    bound = result.within
     entry = {"mesh": str(result.candidate), "bound": _finite(bound), "seconds": _finite(result.time)}
     if result.candidate == best.candidate:
         return entry | {"outcome": "chosen"}

@@ -29,6 +29,7 @@ from ..errors import PlanError
 from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
+from ..memory.flow import op_bytes
 from ..ops.contexts import AlgorithmCollective
 from ..rules import FAN, PASS_PARTIAL, Role, Signature, without_stripes
 from .constraints import ChoiceDemand
@@ -104,6 +105,7 @@ class ChoiceSpaces:
         self.demands = demands or {}
         self.twins = {kind: group for group in map(tuple, twins) for kind in group}
         self._known: dict[int, ChoiceSpace] = {}
+        self._sizes: dict[int, np.ndarray] = {}
         self._measured: dict[str, Measured] = like._measured if like is not None else {}
 
     def of(self, kind: int) -> ChoiceSpace:
@@ -116,6 +118,14 @@ class ChoiceSpaces:
             ]
             self._known |= {twin: space.only(shared) for twin, space in spaces.items()}
         return self._known[kind]
+
+    def sizes_of(self, kind: int) -> np.ndarray:
+        """The bytes that a kind of op takes by itself in each state, forward or backward, without its parameters."""
+        if kind not in self._sizes:
+            signature = self.analysis.signatures[self.kinds.first[kind].name]
+            calls = [local_call(signature, choice, self.mesh, self.training) for choice in self.of(kind).choices]
+            self._sizes[kind] = np.array([op_bytes(call, signature, self.backward) for call in calls])
+        return self._sizes[kind]
 
     def _roles(self, signature: Signature) -> tuple[Role, ...]:
         """The roles worth looking at (see the top of the file)."""

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost import join_time, local_elements
-from ..cost.resources import COUNT, Resource, memory, phases
+from ..cost.resources import COUNT, Resource, certain_memory, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..lower import LoweredProgram, PlacementTask, Placer, transform
 from ..lower.chunked_loss import joined_losses
@@ -53,6 +53,7 @@ class Tables:
         self._numbers: dict[Layout, int] = like._numbers if like else {}
         self._elements: dict[tuple[int, tuple[int, ...]], np.ndarray] = like._elements if like else {}
         self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
+        self._smaller: dict[float, Problem] = {}  # by the bytes that an op may take
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
         self.storage_options = storage_options_of(skeleton, spaces, storing)
@@ -201,19 +202,44 @@ class Tables:
 
     # -- as a problem ----------------------------------------------------------------------
 
-    def problem(self, limit: float = math.inf) -> Problem:
-        """What is to be solved. `limit`: the memory limit of a device in bytes."""
-        return self._unlimited.within(limit)
+    def problem(self, limit: float = math.inf, *, certain: bool = False, largest: float = math.inf) -> Problem:
+        """What is to be solved. `limit`: the memory limit of a device in bytes.
+
+        certain    only what certainly coexists counts: whatever fits by a memory simulation is within the limit
+        largest    bytes that an op may take by itself
+        """
+        problem = self._unlimited if largest == math.inf else self._with_smaller_ops(largest)
+        return problem.within(limit, certain_memory() if certain else None)
+
+    def largest_op(self, states: Sequence[int]) -> float:
+        """The most bytes that an op takes by itself."""
+        skeleton = self.skeleton
+        kinds = {(skeleton.kinds.of[name], states[at]) for name, at in skeleton.ops.items()}
+        return max((float(self.spaces.sizes_of(kind)[state]) for kind, state in kinds), default=0.0)
+
+    def _with_smaller_ops(self, largest: float) -> Problem:
+        if largest not in self._smaller:
+            arrays = list(self.arrays)
+            for at, table in enumerate(self.skeleton.tables):
+                if isinstance(table, OpTable):
+                    arrays[at] = arrays[at].copy()
+                    arrays[at][self.spaces.sizes_of(table.kind) > largest, ..., 0] = np.inf
+            factors = tuple(CostFactor(entry.variables, arrays[entry.table]) for entry in self.skeleton.entries)
+            self._smaller[largest] = self._problem(factors, self._unlimited)
+        return self._smaller[largest]
 
     @cached_property
     def _unlimited(self) -> Problem:
+        return self._problem(self.factors, self._other._unlimited if self._other is not None else None)
+
+    def _problem(self, factors: tuple[CostFactor, ...], like: Problem | None) -> Problem:
         return Problem(
             sizes=self.sizes,
-            factors=merged(self.factors) if self.skeleton.together else self.factors,
+            factors=merged(factors) if self.skeleton.together else factors,
             blocks=self.blocks,
             phases=phases(self.moves.cluster.overlap, self.training.accumulate),
             memory=memory(),
-            like=self._other._unlimited if self._other is not None else None,
+            like=like if self.is_plain else None,
         )
 
     @property

@@ -114,7 +114,7 @@ ATTEMPTS = 4
 LEFT_OUT = (
     "the search: in a pipeline the outer axis of a stage splits the batch and nothing else, and the inner one lies "
     "inside of a node",
-    "the search: pipelines are left out by estimates of their step, so that none of them is proved to be slower",
+    "the search: pipelines are cut into stages by estimates of their step; the gap counts what that may lose",
 )
 
 MOST_SOLVED = 4
@@ -140,12 +140,16 @@ class PipelineResult:
 
 @dataclass(frozen=True, kw_only=True)
 class JointResult:
-    """The plan, and what both searches found."""
+    """The plan, and what both searches found.
+
+    flat_bound    no plan without a pipeline that fits takes less
+    """
 
     plan: Plan
     flat: SearchResult | None
     pipeline: PipelineResult | None
     piped: PipelineSearchResult | None
+    flat_bound: float = math.inf
 
     @property
     def seconds(self) -> float:
@@ -154,6 +158,16 @@ class JointResult:
             return self.pipeline.trial.seconds
         assert self.flat is not None
         return self.flat.best.time
+
+    @property
+    def bound(self) -> float:
+        """Nothing that was searched takes less, with a pipeline or without."""
+        return min(self.seconds, self.flat_bound, math.inf if self.piped is None else self.piped.bound)
+
+    @property
+    def gap(self) -> float:
+        """How much slower the plan is than its bound, as a part of the bound."""
+        return self.seconds / self.bound - 1.0 if self.bound > 0 else 0.0
 
 
 class JointPlanner:
@@ -281,7 +295,13 @@ def find_plan(
         return _flat(flat, planner.piped, fault, planner.search)
     notes = [f"keeps to {item.source}" for item in options.constraints.items]
     plan = result.solved.plan(cluster, [*notes, *LEFT_OUT])
-    return JointResult(plan=plan, flat=flat, pipeline=result, piped=planner.piped)
+    return JointResult(plan=plan, flat=flat, pipeline=result, piped=planner.piped, flat_bound=_flat_bound(flat, fault))
+
+
+def _flat_bound(flat: SearchResult | None, fault: NothingFits | None) -> float:
+    if flat is not None:
+        return flat.bound
+    return fault.bound if fault is not None else math.inf
 
 
 def _flat(
@@ -292,7 +312,7 @@ def _flat(
 ) -> JointResult:
     """The flat plan, as there is no pipeline; else the error that says why there is none either."""
     if flat is not None:
-        return JointResult(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
+        return JointResult(plan=flat.plan, flat=flat, pipeline=None, piped=piped, flat_bound=flat.bound)
     if fault is not None:
         raise fault
     assert search is not None

@@ -25,7 +25,8 @@ def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, a
     trial, solved = result.trial, result.solved
     priced = price_pipeline(analysis, cluster, training, outcome.plan, limit=min(result.rooms), memory=result.memory)
     prediction = priced.as_json()
-    prediction["estimate"] = short(min(result.piped.bound, priced.seconds))  # the lowest bound left; not a proof
+    bound = min(outcome.bound, priced.seconds)
+    prediction |= {"bound": short(bound), "gap": short(priced.seconds / bound - 1.0 if bound > 0 else 0.0)}
     prediction["stopped"] = result.piped.stopped
     prediction["pipeline"] |= {
         "flat": _flat(flat, priced.seconds),
@@ -47,9 +48,11 @@ def pipeline_summary(outcome: JointResult) -> dict[str, Any]:
     best = piped.best
     names = {} if best is None else {best.pp_ranks[0].names[1]: "tp"}
     return {
+        "bound": short(outcome.bound),
+        "gap": short(outcome.gap),
         "pipelines": {
             "best": None if best is None else {"text": describe_trial(best, names), "seconds": short(best.seconds)},
-            "estimate": short(min(piped.bound, 1e12)),
+            "bound": short(min(piped.bound, 1e12)),
             "tried": piped.tried,
             "pruned": piped.pruned,
             "stopped": piped.stopped,

@@ -43,7 +43,10 @@ KEPT_TRIALS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSearchResult:
-    """The best pipeline, the others that were tried (the fastest first), and how many were tried."""
+    """The best pipeline, the others that were tried (the fastest first), and how many were tried.
+
+    bound     no candidate takes less: neither one that was pruned, nor one that was tried, whatever its cuts
+    """
 
     best: PipelineTrial | None
     others: tuple[PipelineTrial, ...]
@@ -89,21 +92,21 @@ class PipelineSearch:
     def run(self) -> PipelineSearchResult:
         waiting = [(candidate.bound, number, candidate) for number, candidate in enumerate(self.candidates)]
         heapify(waiting)
-        count, tried, stopped, bound = len(waiting), 0, False, math.inf
+        count, tried, stopped, bound, least = len(waiting), 0, False, math.inf, math.inf
         while waiting:
             lowest, number, candidate = heappop(waiting)
             if lowest >= self.upper:
                 bound = lowest
                 break
             if self.setup.stop():
-                stopped = True
+                stopped, bound = True, lowest
                 break
             if not candidate.sure:
                 candidate = self.closer(candidate)
                 if not candidate.sure or tried >= DIVES or candidate.bound >= self.upper:
                     heappush(waiting, (candidate.bound, number, candidate))
                     continue
-            tried += 1
+            tried, least = tried + 1, min(least, candidate.bound)
             trial = self.tried(candidate)
             if trial is not None:
                 self.trials.append(trial)
@@ -115,7 +118,7 @@ class PipelineSearch:
             best=self.best,
             others=tuple(others[:KEPT_TRIALS]),
             blocks=self.blocks,
-            bound=min(bound, self.best.seconds if self.best is not None else math.inf),
+            bound=min(bound, least, self.best.seconds if self.best is not None else math.inf),
             tried=tried,
             pruned=count - tried,
             stopped=stopped,

@@ -77,10 +77,12 @@ class Problem:
     def __post_init__(self) -> None:
         raise_all(PlanError, "the search problem is malformed:", self._faults_of_shape() or self._faults_of_tables())
 
-    def within(self, limit: float) -> Problem:
-        """The same with another limit: what does not depend on it is not found again."""
+    def within(self, limit: float, memory: Floats | None = None) -> Problem:
+        """The same with another limit, and maybe another sum that it limits: what does not depend on it is reused."""
         limited = copy(self)
         object.__setattr__(limited, "limit", limit)
+        if memory is not None:
+            object.__setattr__(limited, "memory", memory)
         object.__setattr__(limited, "first", self.first or self)
         return limited
 

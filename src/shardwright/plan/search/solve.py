@@ -152,7 +152,7 @@ class _Solver:
         for first, second in combinations(pool, 2):
             self.mix(dual, first, second)
         for first, second in combinations(pool[: len(dual.best) + 1], 2):
-            if self.within(SMALL):
+            if self.within(SMALL) or self.aim > SMALL:  # a rough answer is all that is wanted
                 return
             for share in SHARES if len(dual.best) > 1 else ():  # with one multiplier two points are enough
                 blended = blend(self.problem, first, second, share)
