@@ -35,7 +35,7 @@ def test_the_last_pattern_that_fits_counts():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("setting", "words"),
     [
         ("bf16-mxied", "did you mean 'bf16-mixed'"),
         ({"comptue": "bf16"}, "did you mean 'compute'"),
