@@ -200,10 +200,10 @@ def measure_case(make: Callable[[], Case], plan: str, outputs: Outputs | None = 
         optimizer = torch.optim.AdamW(module.parameters())
         with tempfile.TemporaryDirectory() as folder:
             directory = sw.CompileOptions(directory=folder, outputs=outputs)
-            trained = sw.parallelize(
+            compiled_pair = sw.parallelize(
                 module, optimizer, example=(args, kwargs), plan=plan, compile=directory, **options
             )  # fmt: skip
-        return *trained, args, kwargs
+        return *compiled_pair, args, kwargs
 
     (compiled, optimizer, args, kwargs), start = alive_after(compile)
 

@@ -145,6 +145,7 @@ def _make_model(model: nn.Module, compiler: Compiler, example: Any) -> ParallelM
 
 def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) -> Precision:
     requested = read_precision(precision)
+    requested.check_runs()
     if requested.master and optimizer is None and model.training:
         raise InputError(
             f"precision={precision!r} has float32 masters, which the optimizer updates, and there is none; pass the "

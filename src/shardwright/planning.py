@@ -18,7 +18,7 @@ from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
 from .plan.chunking import continued_chunks
 from .plan.digest import ring_notes
-from .plan.joint import JointResult, find_best_plan, note_of, pipeline_summary, predicted
+from .plan.joint import JointResult, find_best_plan, note_of, pipeline_summary, predicted, price_plan
 from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
 from .plan.request import AutoPlan, PlanFile, PlanRequest
@@ -85,8 +85,7 @@ def _requested_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size
     plan.check_against(graph)
     if request.cluster is None:
         return plan
-    plan = replace(plan, made_for=request.cluster)
-    return plan if plan.is_pipeline else priced(plan, analysis, request, request.cluster)
+    return priced(replace(plan, made_for=request.cluster), analysis, request, request.cluster)
 
 
 def _check_microbatches(plan: Plan, options: SearchOptions) -> None:
@@ -130,7 +129,7 @@ def _with_predictions(result: JointResult, analysis: Analysis, request: PlanRequ
     """The plan of a search with what it costs, and how it compares with plans of the other kind."""
     entry, note = analysis.graph.entry, note_of(result)
     if result.pipeline is not None:
-        prediction = predicted(result, cluster, request.training, analysis.graph)
+        prediction = predicted(result, cluster, request.training, analysis)
         plan = replace(result.plan, predicted={**result.plan.predicted, entry: prediction})
     else:
         plan = priced(result.plan, analysis, request, cluster, result.flat)
@@ -144,12 +143,15 @@ def priced(
     """A plan with what it is predicted to cost."""
     entry, options = analysis.graph.entry, request.options
     samples_over = replica_axes(plan.mesh) if options.data_only else ()
-    memory = result.best.memory if result is not None else None
-    prediction = price(
-        analysis, cluster, request.training, plan, replica_axes=samples_over, limit=options.memory, memory=memory
-    ).as_json()
-    if result is not None:
-        prediction |= result.as_json()
+    if result is None:
+        prediction = price_plan(
+            analysis, cluster, request.training, plan, replica_axes=samples_over, limit=options.memory
+        ).as_json()
+    else:
+        prediction = price(
+            analysis, cluster, request.training, plan, replica_axes=samples_over, limit=options.memory,
+            memory=result.best.memory,
+        ).as_json() | result.as_json()  # fmt: skip
     rings = ring_notes(analysis, plan.mesh, plan.choices(entry), cluster)
     notes = tuple(dict.fromkeys((*plan.notes, *rings)))
     return replace(plan, predicted={**plan.predicted, entry: prediction}, notes=notes)
@@ -242,8 +244,9 @@ def training_of(
         name = name if name in STATES else "adamw"
     exact = precision or Precision()
     return TrainingSetup(
-        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, precision_name=name_of(exact)
-    )
+        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, matmul=exact.matmul,
+        precision_name=name_of(exact),
+    )  # fmt: skip
 
 
 def only_scalars(graph: Graph) -> Graph:

@@ -14,7 +14,7 @@ A name is short for a `Precision`, which says it in full and can say more. Nothi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,6 +33,7 @@ class Precision:
     compute     the dtype of autocast around the model
     parameters  what parameters are cast to
     master      whether the optimizer updates float32 copies of parameters that are narrower
+    matmul      "float8": linear layers multiply in it, where their inputs have 16 bits. Priced by `sw.plan`, not run
     sync        the dtype in which gradients are summed over ranks; None: that of the parameter
     buffers     what buffers are cast to
     inputs      what the floating-point inputs of a call are cast to
@@ -44,6 +45,7 @@ class Precision:
     compute: str | None = None
     parameters: str | None = None
     master: bool = False
+    matmul: str | None = None
     sync: str | None = None
     buffers: str | None = None
     inputs: str | None = None
@@ -57,7 +59,17 @@ class Precision:
             faults += _dtype_faults(f"the override of {pattern!r}", dtype)
         if self.compute not in (None, *NARROW):
             faults.append(f"compute={self.compute!r}: autocast is for {' and '.join(NARROW)}; leave compute out")
+        if self.matmul not in (None, "float8"):
+            faults.append(f"matmul={self.matmul!r}: only 'float8' is known; leave it out")
         raise_all(InputError, "a precision makes no sense:", faults)
+
+    def check_runs(self) -> None:
+        """Refuse what can be planned and not run."""
+        if self.matmul is not None:
+            raise InputError(
+                f"precision matmul={self.matmul!r} can be planned for (sw.plan), and not run: there are no kernels "
+                "for it here; leave matmul out"
+            )
 
     @property
     def casts(self) -> bool:
@@ -129,7 +141,11 @@ def _read_mapping(settings: Mapping[str, Any]) -> Precision:
 def name_of(precision: Precision) -> str:
     """Its name, or what it computes with; "" if it changes nothing."""
     known = next((name for name, named in NAMED.items() if named == precision), None)
-    return known or precision.compute or precision.parameters or ""
+    text = known or precision.compute or precision.parameters or ""
+    if known is None and precision.matmul is not None:
+        rest = name_of(replace(precision, matmul=None))
+        return f"{rest}, matmuls in {precision.matmul}" if rest else f"matmuls in {precision.matmul}"
+    return text
 
 
 def read_dtype(dtype: Any) -> str:

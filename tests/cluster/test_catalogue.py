@@ -14,8 +14,14 @@ PROMISED = {
     "H100",
     "H200",
     "B200",
+    "GB200",
+    "GB300",
     "MI250",
     "MI300X",
+    "MI355X",
+    "TPU-v5e",
+    "TPU-v5p",
+    "TPU-v6e",
     "L40S",
     "cpu",
 }
@@ -25,9 +31,23 @@ def test_everything_that_was_promised_is_there():
     assert set(DEVICES) == set(USUAL) == PROMISED
 
 
+LATER = [
+    ("V100-32GB", "A100-40GB"), ("A100-80GB", "H100"), ("H100", "H200"), ("H200", "B200"), ("B200", "GB200"),
+    ("GB200", "GB300"), ("MI300X", "MI355X"),
+]  # fmt: skip
+
+
 def test_later_generations_are_not_slower():
     for fact in (lambda d: d.peak("float16"), lambda d: d.memory, lambda d: d.bandwidth):
-        for first, then in (("V100-32GB", "A100-40GB"), ("A100-80GB", "H100"), ("H100", "H200"), ("H200", "B200")):
+        for first, then in (
+            ("V100-32GB", "A100-40GB"),
+            ("A100-80GB", "H100"),
+            ("H100", "H200"),
+            ("H200", "B200"),
+            ("B200", "GB200"),
+            ("GB200", "GB300"),
+            ("MI300X", "MI355X"),
+        ):
             assert fact(DEVICES[first]) <= fact(DEVICES[then]), (first, then)
     links = [LINKS[f"nvlink-{generation}"].bandwidth for generation in (2, 3, 4, 5)]
     assert links == sorted(links) == [150e9, 300e9, 450e9, 900e9]
@@ -78,7 +98,8 @@ def test_devices_are_found_whatever_the_case(name):
     [
         ("A100", "A100-40GB or A100-80GB"),
         ("H10", "did you mean H100[?] known are V100-16GB, .*, cpu"),
-        ("TPU", "known are V100-16GB"),
+        ("TPU", "TPU-v5e or TPU-v5p or TPU-v6e"),
+        ("Gaudi", "known are V100-16GB"),
     ],
 )
 def test_an_unknown_device_lists_the_known(name, words):
@@ -96,3 +117,19 @@ def test_adapters_are_shared_by_the_devices_of_a_node():
 def test_what_is_no_network_is_refused(name):
     with pytest.raises(ClusterError, match="network"):
         network(name, 8)
+
+
+def test_a_rack_of_72_is_one_node():
+    rack, racks = parse("72xGB200"), parse("144xGB300")
+    assert (rack.nodes, racks.nodes) == (1, 2)
+    assert [link.name for link in rack.span(range(72)).links] == ["nvlink-5"]
+    assert [link.name for link in racks.span(range(144)).links] == ["nvlink-5", "72xinfiniband-800"]
+    assert racks.groups[0].node.network.bandwidth == 100e9  # of a device: an adapter of 800 Gb/s each
+
+
+def test_tpus_of_a_slice_are_joined_by_their_own_links():
+    slice_of_v6e = parse("16xTPU-v6e")
+    assert slice_of_v6e.nodes == 1
+    assert slice_of_v6e.device(0).peak("bfloat16") == 918e12
+    assert slice_of_v6e.span(range(2)).ring == 90e9  # one of the four links to a neighbour
+    assert slice_of_v6e.span(range(16)).ring == 360e9

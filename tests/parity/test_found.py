@@ -1,4 +1,4 @@
-"""What the coverage of transformers found wrong, each in a model of its own that is as small as it gets."""
+"""What coverage of transformers and torch's own samples found wrong, each in a model as small as it gets."""
 
 from __future__ import annotations
 
@@ -98,7 +98,19 @@ class TakenApart(nn.Module):
         return self.down(self.mix(y).reshape(b, s, 32))
 
 
+class LogSumExpOfScalar(nn.Module):
+    """A number has an empty list of dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh() + torch.logsumexp(self.shift, ())
+
+
 MODELS = {
+    "logsumexp of a scalar": (LogSumExpOfScalar, (4, 6, 8)),
     "rotated": (Rotated, (4, 6, 8)),
     "taken": (TakenApart, (4, 6, 8)),
     "einsum": (Einsum, (4, 6, 8)),

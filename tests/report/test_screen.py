@@ -107,7 +107,7 @@ def test_a_plan_without_a_prediction_shows_its_decisions(auto):
 def test_one_device_sends_nothing():
     module, args, kwargs = ZOO["gpt"]()
     plan = make_plan(module, example=(args, kwargs), cluster="cpu", plan="single")
-    line_with(plan, "hidden none predicted memory")
+    line_with(plan, "exposed none predicted memory")
     assert json.loads(plan.to_json())["predicted"]["train"]["sent"] == []
 
 

@@ -37,7 +37,7 @@ class Call:
 
     def expected(self) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
-        gqa = self.q.shape[1] != self.k.shape[1]
+        gqa = self.q.shape[-3:-2] != self.k.shape[-3:-2]
         out = F.scaled_dot_product_attention(
             *leaves, attn_mask=self.mask, is_causal=self.causal, scale=self.scale, enable_gqa=gqa
         )
@@ -126,6 +126,19 @@ def test_shards_of_a_sequence_attend_as_the_whole(ranks):
     for results in run_threads(ranks, many, ranks):
         assert len(results) == CALLS
         assert max(results)[0] < EXACT, f"call {max(results)[1]}"
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 2, 3)], ids=["no heads", "no batch", "two batch dims"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_attention_takes_any_number_of_dims_before_the_sequence(batch, mask):
+    q, k, v, grad = (torch.randn(*batch, 6, 4, dtype=torch.float64) for _ in range(4))
+    halves = shard(6, 2, striped=False)
+    for at_keys in (True, False):
+        call = Call(
+            q=q, k=k, v=v, grad=grad, mask=torch.randn(*batch, 6, 6).double() if mask else None, causal=not mask,
+            scale=None, queries=halves, keys=halves, ring=at_keys,
+        )  # fmt: skip
+        assert max(run_threads(2, lambda rank, call=call: deviation(call, ring(rank, 2)))) < EXACT
 
 
 def test_the_check_would_notice_a_wrong_place():

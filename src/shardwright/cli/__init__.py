@@ -243,7 +243,9 @@ def run_explain(options: Namespace, console: Console) -> int:
             explanation = explain(plan, _graph(options, plan), op=options.op, cluster=options.cluster)
         console.print(explanation)
     elif options.model is not None:
-        console.print(explain(plan, _graph(options, plan)))
+        console.print(explain(plan, _graph(options, plan), cluster=options.cluster))
+    elif options.cluster is not None:
+        raise InputError("--cluster prices the plan anew, which needs its model: --model FILE.py:FUNCTION")
     else:
         console.print(explain(plan, full=options.full))
     return 0

@@ -46,9 +46,11 @@ ASSUMED = {
     ),  # no flash attention for it in torch; tiles are smaller
     "A100": AssumedEfficiency(0.77, 0.66, 0.70, 5 * MICRO, 192),
     "H100": AssumedEfficiency(0.64, 0.50, 0.70, 5 * MICRO, 192),
-    "B200": AssumedEfficiency(0.62, 0.60, 0.70, 5 * MICRO, 256),
+    "B200": AssumedEfficiency(0.62, 0.60, 0.70, 5 * MICRO, 256),  # and GB200, GB300
     "MI250": AssumedEfficiency(0.60, 0.40, 0.65, 8 * MICRO, 192),
     "MI300X": AssumedEfficiency(0.50, 0.35, 0.65, 8 * MICRO, 256),
+    "MI355X": AssumedEfficiency(0.50, 0.35, 0.65, 8 * MICRO, 256),
+    "TPU": AssumedEfficiency(0.65, 0.40, 0.75, 5 * MICRO, 128),  # systolic arrays of 128, or 256 in v6e
     "L40S": AssumedEfficiency(0.65, 0.55, 0.75, 5 * MICRO, 128),  # 350 W do not last for the peak
     "cpu": AssumedEfficiency(0.70, 0.30, 0.60, 10 * MICRO, 16),
 }
@@ -59,7 +61,8 @@ ASSUMED = {
 FLASH_2 = AttentionPrice(short=90, causal=0.91, diagonal=220, backward=0.87, ramp=160, masked=1.6)
 FLASH_3 = AttentionPrice(short=170, causal=0.96, diagonal=250, backward=0.87, ramp=160, masked=2.8)
 KERNELS = {
-    "A100": FLASH_2, "H100": FLASH_3, "B200": FLASH_3, "L40S": FLASH_2, "MI250": FLASH_2, "MI300X": FLASH_2
+    "A100": FLASH_2, "H100": FLASH_3, "B200": FLASH_3, "L40S": FLASH_2, "MI250": FLASH_2, "MI300X": FLASH_2,
+    "MI355X": FLASH_2,
 }  # fmt: skip
 
 COLLECTIVE_BLOCKS = 24
@@ -67,7 +70,12 @@ COLLECTIVE_BLOCKS = 24
 all_gather beside matmuls on an H100 show them (forums.developer.nvidia.com, topic 337991)."""
 
 # Streaming multiprocessors or compute units, by the vendors
-PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "MI250": 104, "MI300X": 304, "L40S": 142}
+PROCESSORS = {
+    "V100": 80, "A100": 108, "H100": 132, "B200": 148, "MI250": 104, "MI300X": 304, "MI355X": 256, "L40S": 142,
+}  # fmt: skip
+
+OVERLAPS = {"TPU": 1.0}
+"""Devices whose links copy by themselves, and take from kernels nothing but the bandwidth of the memory."""
 
 
 def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: float) -> Device:
@@ -81,7 +89,9 @@ def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: f
         efficiency=curves(ASSUMED[assumed], peaks, bandwidth * GIGA),
         edge=ASSUMED[assumed].edge,
         attention=KERNELS.get(assumed, AttentionPrice()),
-        overlap=1 - COLLECTIVE_BLOCKS / PROCESSORS[assumed] if assumed in PROCESSORS else USUAL_OVERLAP,
+        overlap=1 - COLLECTIVE_BLOCKS / PROCESSORS[assumed]
+        if assumed in PROCESSORS
+        else OVERLAPS.get(assumed, USUAL_OVERLAP),
     )
 
 
@@ -106,12 +116,26 @@ _HOPPER = {"float8": 1979.0, "bfloat16": 989.0, "float16": 989.0, "tfloat32": 49
 _BLACKWELL = {
     "float8": 4500.0, "bfloat16": 2250.0, "float16": 2250.0, "tfloat32": 1125.0, "float32": 75.0, "float64": 37.0,
 }  # fmt: skip
+# GB200 and GB300 NVL72: a 72nd of the rack's peaks, and half of what is printed with sparsity (NVIDIA's pages of both)
+_GRACE_BLACKWELL = {
+    "float8": 5000.0, "bfloat16": 2500.0, "float16": 2500.0, "tfloat32": 1250.0, "float32": 80.0, "float64": 40.0,
+}  # fmt: skip
+_BLACKWELL_ULTRA = {**_GRACE_BLACKWELL, "float64": 1.3}
 _ADA = {"float8": 733.0, "bfloat16": 362.0, "float16": 362.0, "tfloat32": 183.0, "float32": 91.6, "float64": 1.4}
 # A device is one of the two dies (GCDs) of an MI250, since torch sees them so: 8 devices are 4 modules.
 _CDNA2_DIE = {"bfloat16": 181.0, "float16": 181.0, "float32": 45.3, "float64": 45.3}
 _CDNA3 = {
     "float8": 2615.0, "bfloat16": 1307.0, "float16": 1307.0, "tfloat32": 653.7, "float32": 163.4, "float64": 163.4,
 }  # fmt: skip
+_CDNA4 = {  # AMD's data sheet of the MI355X; there is no tfloat32 any more
+    "float8": 5033.0, "bfloat16": 2517.0, "float16": 2517.0, "float32": 157.3, "float64": 78.6,
+}  # fmt: skip
+
+
+def _tpu(bfloat16: float) -> dict[str, float]:
+    """A TPU multiplies in bfloat16; float32 takes six such products."""
+    return {"bfloat16": bfloat16, "float32": bfloat16 / 6}
+
 
 DEVICES = {
     device.name: device
@@ -123,8 +147,15 @@ DEVICES = {
         _device("H100", "H100", 79.1, 3350, **_HOPPER),  # SXM5, 80 GB of HBM3
         _device("H200", "H100", 139.8, 4800, **_HOPPER),  # SXM5, 141 GB of HBM3e
         _device("B200", "B200", 178.3, 8000, **_BLACKWELL),  # in HGX and DGX B200, 180 GB of HBM3e
+        _device("GB200", "B200", 184, 8000, **_GRACE_BLACKWELL),  # in GB200 NVL72, 186 GB of HBM3e
+        _device("GB300", "B200", 277, 8000, **_BLACKWELL_ULTRA),  # in GB300 NVL72, 288 GB of HBM3e
         _device("MI250", "MI250", 63.9, 1638, **_CDNA2_DIE),  # one die: 64 of the 128 GB of HBM2e
         _device("MI300X", "MI300X", 191.9, 5300, **_CDNA3),  # OAM, 192 GB of HBM3
+        _device("MI355X", "MI355X", 287.9, 8000, **_CDNA4),  # OAM, 288 GB of HBM3E
+        # Google's pages of Cloud TPU; memory is 16, 95 and 32 GB
+        _device("TPU-v5e", "TPU", 14.9, 800, **_tpu(197.0)),
+        _device("TPU-v5p", "TPU", 88.4, 2765, **_tpu(459.0)),
+        _device("TPU-v6e", "TPU", 29.8, 1600, **_tpu(918.0)),
         _device("L40S", "L40S", 44.4, 864, **_ADA),  # 48 GB of GDDR6 with ECC
         # One process with one thread on a server; a guess that `calibrate` should replace.
         _device("cpu", "cpu", 8, 10, float32=0.08, float64=0.04, bfloat16=0.01, float16=0.01),
@@ -151,6 +182,12 @@ LINKS = {
         Link(name="infinity-fabric-2", bandwidth=100 * GIGA, pair=50 * GIGA, latency=4 * MICRO, efficiency=0.75),
         # 7 wires of 64 GB/s, one to each other MI300X of the node: "896 GB/s"
         Link(name="infinity-fabric-3", bandwidth=448 * GIGA, pair=64 * GIGA, latency=4 * MICRO, efficiency=0.70),
+        # 7 wires of 76.8 GB/s, one to each other MI355X of the node: "1,075 GB/s"
+        Link(name="infinity-fabric-4", bandwidth=537.6 * GIGA, pair=76.8 * GIGA, latency=4 * MICRO, efficiency=0.70),
+        # ICI, the links of a TPU to its neighbours in a torus: 4 of 400 Gb/s, 6 of 800, 4 of 800
+        Link(name="ici-v5e", bandwidth=200 * GIGA, pair=50 * GIGA, latency=1 * MICRO, efficiency=0.90),
+        Link(name="ici-v5p", bandwidth=600 * GIGA, pair=100 * GIGA, latency=1 * MICRO, efficiency=0.90),
+        Link(name="ici-v6e", bandwidth=400 * GIGA, pair=100 * GIGA, latency=1 * MICRO, efficiency=0.90),
         # 16 lanes; several devices share a way through the host
         Link(name="pcie-3", bandwidth=15.75 * GIGA, latency=6 * MICRO, efficiency=0.65),
         Link(name="pcie-4", bandwidth=31.5 * GIGA, latency=6 * MICRO, efficiency=0.65),
@@ -194,8 +231,16 @@ USUAL = {
     "H100": UsualNode(8, "nvlink-4", 1, "infiniband-400"),  # DGX H100: 8 x 400 Gb/s
     "H200": UsualNode(8, "nvlink-4", 1, "infiniband-400"),
     "B200": UsualNode(8, "nvlink-5", 1, "infiniband-400"),  # DGX B200: 8 x 400 Gb/s
+    # One NVLink domain of 72 (NVL72) counts as a node; an adapter for each device
+    "GB200": UsualNode(72, "nvlink-5", 1, "infiniband-400"),
+    "GB300": UsualNode(72, "nvlink-5", 1, "infiniband-800"),
     "MI250": UsualNode(8, "infinity-fabric-2", 0.5, "infiniband-200"),  # 4 modules, an adapter each
     "MI300X": UsualNode(8, "infinity-fabric-3", 1, "ethernet-400"),
+    "MI355X": UsualNode(8, "infinity-fabric-4", 1, "ethernet-400"),
+    # What ICI joins counts as a node: a pod of 256, or up to 6,144 chips of a v5p. Hosts of 8 (v5p: 4) have adapters
+    "TPU-v5e": UsualNode(256, "ici-v5e", 0.25, "ethernet-100"),
+    "TPU-v5p": UsualNode(6144, "ici-v5p", 0.25, "ethernet-200"),
+    "TPU-v6e": UsualNode(256, "ici-v6e", 0.5, "ethernet-200"),
     "L40S": UsualNode(8, "pcie-4", 0.25, "ethernet-200"),  # 2 x 200 Gb/s
     "cpu": UsualNode(0, "loopback", 0, "ethernet-10"),  # one adapter
 }
@@ -211,7 +256,7 @@ def device(name: str) -> Device:
                 return device
     sizes = [key for key in DEVICES if key.lower().startswith(wanted + "-")]
     if sizes:
-        raise ClusterError(f"{name} comes in several sizes: {' or '.join(sizes)}")
+        raise ClusterError(f"{name} comes in several kinds: {' or '.join(sizes)}")
     raise unknown("device", name, DEVICES)
 
 

@@ -142,5 +142,13 @@ def _transfer(kind: Collective, bytes: float, span: Span) -> float:
         inside = bytes * (span.ranks[0] - 1) / size / span.inside.among(span.ranks[0]) if span.inside else 0.0
         between = bytes * (size - span.ranks[-1]) / size / span.between.among(size) if span.between else 0.0
         return inside + between
-    passed = {"all_reduce": 2.0 * (size - 1) / size, "broadcast": 1.0}.get(kind, (size - 1) / size)
-    return passed * bytes / span.ring
+    return wire_bytes(kind, bytes, size) / span.ring
+
+
+def wire_bytes(kind: Collective, bytes: float, ranks: int) -> float:
+    """What a rank sends in a collective of so many bytes, in a group of so many ranks."""
+    if ranks == 1:
+        return 0.0
+    return bytes * {"all_reduce": 2.0 * (ranks - 1) / ranks, "broadcast": 1.0, "send": 1.0}.get(
+        kind, (ranks - 1) / ranks
+    )

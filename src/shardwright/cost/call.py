@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..ir import Graph
 from ..layout import Layout, Mesh, chunk_bounds
 from ..ops import Kernel, spec_of
 from ..ops.contexts import LocalCall, LocalTensor
@@ -28,7 +29,27 @@ def local_call(signature: Signature, choice: Mapping[str, str], mesh: Mesh, trai
             for name, layout in zip(signature.op.outputs, outputs, strict=True)
         ),
         copies=copies(signature),
+        multiplies_in=_multiplies_in(signature, training),
     )
+
+
+def _multiplies_in(signature: Signature, training: TrainingSetup) -> str | None:
+    """Linear layers may multiply in float8: products of values in 16 bits and a parameter."""
+    graph = signature.analysis.graph
+    if training.matmul is None or spec_of(signature.op.target).kernel is not Kernel.MATMUL:
+        return None
+    narrow = all(training.item(graph.values[name]) <= 2 for name in signature.op.inputs)
+    return training.matmul if narrow and any(_is_weight(graph, name) for name in signature.op.inputs) else None
+
+
+def _is_weight(graph: Graph, name: str) -> bool:
+    """Whether a value is a parameter, or a cast of one."""
+    producer = graph.producer.get(name)
+    if producer is not None and len(producer.inputs) == 1:
+        source, result = graph.values[producer.inputs[0]], graph.values[name]
+        if source.shape == result.shape and source.dtype != result.dtype:
+            name = producer.inputs[0]
+    return graph.parameter_of(name) is not None
 
 
 def copies(signature: Signature) -> bool:

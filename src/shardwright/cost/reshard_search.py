@@ -74,11 +74,16 @@ def _search(start: Layout, goal: Layout, bytes: float, prices: ReshardPrices, gr
 
 def step_price(step: Reshard, before: Layout, bytes: float, prices: ReshardPrices, gradient: bool) -> Price:
     """The price of a step of a path, of a value of so many bytes (unsharded)."""
+    return prices.step(step.kind, step.axes, step_bytes(step, before, bytes, prices), gradient)
+
+
+def step_bytes(step: Reshard, before: Layout, bytes: float, prices: ReshardPrices) -> float:
+    """The bytes that a device has of a value without shards on the axes of a step."""
     for shards in before.shards:
         for shard in shards:
             if shard.axis not in step.axes:
                 bytes /= prices.sizes[shard.axis]
-    return prices.step(step.kind, step.axes, bytes, gradient)
+    return bytes
 
 
 def path_price(start: Layout, steps: Sequence[Reshard], bytes: float, prices: ReshardPrices, gradient: bool) -> Price:

@@ -41,7 +41,7 @@ LARGE = 1e9
 def op_time(call: LocalCall, device: Device) -> OpTime:
     """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
     kernel = spec_of(call.op.target).kernel
-    if kernel is None and not call.op.target.startswith("aten.") and _does_much(call):
+    if kernel is None and _casts_by_itself(call) and _does_much(call):
         kernel = Kernel.MATMUL
     return _TIMES.get(kernel, _pointwise)(call, device)
 
@@ -49,6 +49,11 @@ def op_time(call: LocalCall, device: Device) -> OpTime:
 def join_time(bytes: float, uses: int, device: Device) -> float:
     """Backward: a value of so many bytes that is used several times gets the sum of its gradients, one by one."""
     return max(0, uses - 1) * device.op_time(0.0, 3.0 * bytes, "pointwise", "")
+
+
+def _casts_by_itself(call: LocalCall) -> bool:
+    """A custom op, experts or an opaque submodule: casts of autocast are inside of it, not in the graph."""
+    return not call.op.target.startswith("aten.")
 
 
 def _does_much(call: LocalCall) -> bool:
@@ -84,8 +89,22 @@ def _operands(call: LocalCall) -> tuple[LocalTensor, ...]:
 
 
 def _product_time(call: LocalCall, device: Device, kind: Kind, flops: float) -> float:
-    dtype = next((tensor.dtype for tensor in call.inputs if tensor.floating), "float32")
-    return device.op_time(flops, _bytes(call), kind, units(device, dtype))
+    dtype = units(device, _multiplied_in(call))
+    casts = CAST_BYTES * sum(tensor.elements for tensor in _operands(call)) if dtype == "float8" else 0.0
+    return device.op_time(flops, _bytes(call), kind, dtype) + _moved(casts, device)
+
+
+CAST_BYTES = 2 + 2 + 1
+"""For an element that is multiplied in float8: it is read for the largest one, read again, and written."""
+
+
+def _multiplied_in(call: LocalCall) -> str:
+    """The dtype of a product: float8 if asked for, that of autocast where a part casts by itself, else its inputs'."""
+    if call.multiplies_in is not None:
+        return call.multiplies_in
+    if call.op.autocast is not None and _casts_by_itself(call):
+        return call.op.autocast.rpartition(":")[2]
+    return next((tensor.dtype for tensor in call.inputs if tensor.floating), "float32")
 
 
 def units(device: Device, dtype: str) -> str:

@@ -53,6 +53,7 @@ class TrainingSetup:
     reduce          the dtype in which gradients are summed over devices; None: that of `compute`, or their own
     accumulate      how many times forward and backward run before one update
     masters         whether the optimizer updates float32 copies of parameters that are narrower
+    matmul          the dtype in which linear layers multiply, where that is narrower than their inputs: "float8"
     precision_name  the precision as the user wrote it, to show
     margin          the part of a device's memory that fragmentation and the libraries take
     """
@@ -62,6 +63,7 @@ class TrainingSetup:
     reduce: str | None = None
     accumulate: int = 1
     masters: bool = False
+    matmul: str | None = None
     precision_name: str = ""
     margin: float = 0.06
 

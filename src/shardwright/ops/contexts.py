@@ -60,6 +60,7 @@ class LocalCall:
 
     flops     those of the forward pass
     copies    a reshape that can't be a view
+    multiplies_in    the dtype of a product, where that is narrower than its inputs: "float8"
     """
 
     op: Op
@@ -67,6 +68,7 @@ class LocalCall:
     inputs: tuple[LocalTensor, ...]
     outputs: tuple[LocalTensor, ...]
     copies: bool = False
+    multiplies_in: str | None = None
 
     @property
     def gradient(self) -> bool:

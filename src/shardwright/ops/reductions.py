@@ -145,7 +145,8 @@ def logsumexp(call: OpCall) -> Rule:
 def local_logsumexp(program: ProgramOnRank, op: Op) -> Op:
     layout = program.layouts[op.inputs[0]]
     dims = op.argument("dim")
-    dim = (dims[0] if isinstance(dims, tuple) else dims) % max(len(layout.shards), 1)
+    first = (dims or (0,))[0] if isinstance(dims, tuple) else dims  # a scalar has none; several are never sharded
+    dim = first % max(len(layout.shards), 1)
     if not layout.shards or not layout.shards[dim]:
         return op
     axes = in_mesh_order(program, split_axes(layout, dim))

@@ -5,7 +5,7 @@ Ops of equal layers are listed once, with a star and a count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +13,9 @@ from ..cluster import Cluster
 from ..cost import flops, is_matmul
 from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
-from ..layout import Mesh
+from ..layout import Layout, Mesh
 from ..rules import Analysis, Choices
-from ..storage import Replicated, Storage
+from ..storage import Storage
 from .folding import star
 
 MOST_EXPENSIVE = 5
@@ -94,15 +94,43 @@ def atom_kinds(analysis: Analysis) -> dict[int, str]:
     return dict.fromkeys(analysis.owned, "weights") | dict.fromkeys(analysis.batch, "batch")
 
 
-def stored_bytes(graph: Graph, storage: Mapping[str, Storage]) -> dict[str, float]:
-    """Bytes of full parameters by how they are stored, most first: {"ZeRO-3 over dp": ..., "not split": ...}."""
+class ParameterHomes(Protocol):
+    """Tables, which know how parameters lie and are stored in a state of the search."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def homes(self) -> Collection[str]: ...
+    def home(self, key: str, states: Sequence[int]) -> tuple[Layout, Storage]: ...
+
+
+def stored_bytes(
+    solutions: Iterable[tuple[ParameterHomes, Sequence[int], Collection[str] | None]],
+) -> dict[str, float]:
+    """Bytes of full parameters by how they are stored, most first: {"ZeRO-3 over dp": ..., "replicated": ...}.
+
+    Each solution comes with the keys that count, None for all. A parameter of several counts once.
+    """
     bytes_by_storage: dict[str, float] = {}
-    for parameter in graph.parameters:
-        stored = storage.get(parameter.key, Replicated())
-        how = f"{stored.title} over {', '.join(stored.axes)}" if stored.axes else "not split for storage"
-        value = graph.values[parameter.value]
-        bytes_by_storage[how] = bytes_by_storage.get(how, 0.0) + value.elements * ITEM_SIZE.get(value.dtype, 4)
+    known: set[str] = set()
+    for tables, states, keys in solutions:
+        for parameter in tables.graph.parameters:
+            if parameter.key in known or (keys is not None and parameter.key not in keys):
+                continue
+            known.add(parameter.key)
+            placed = parameter.key in tables.homes  # else nothing reads it
+            how = _storage_text(*tables.home(parameter.key, states)) if placed else "replicated"
+            value = tables.graph.values[parameter.value]
+            bytes_by_storage[how] = bytes_by_storage.get(how, 0.0) + value.elements * ITEM_SIZE.get(value.dtype, 4)
     return dict(sorted(bytes_by_storage.items(), key=lambda item: -item[1]))
+
+
+def _storage_text(layout: Layout, storage: Storage) -> str:
+    """How a parameter lies on ranks: "sharded over tp, ZeRO-3 over dp"."""
+    axes = sorted(shard.axis for shards in layout.shards for shard in shards)
+    parts = [f"sharded over {', '.join(axes)}"] if axes else []
+    parts += [f"{storage.title} over {', '.join(storage.axes)}"] if storage.axes else []
+    return ", ".join(parts) or "replicated"
 
 
 class StoredPart(Protocol):

@@ -72,6 +72,14 @@ _SENT = record(
         "when": text(), "collective": text(), "axes": listing(_AXIS), "count": number(), "seconds": _seconds,
         "hidden": _seconds, "overlapped": boolean(),
     },
+    {"bytes": number()},
+    others=True,
+)  # fmt: skip
+_THROUGHPUT = record(
+    {
+        "samples": either(number(), nothing()), "tokens": either(number(), nothing()), "flops": number(),
+        "mfu": number(),
+    },
     others=True,
 )  # fmt: skip
 _PART = record({"name": text(), "count": _count, "seconds": _seconds}, {"sends": text()}, others=True)
@@ -92,8 +100,10 @@ _PREDICTED_STAGE = record(
 _PIPELINE = record(
     {
         "bubble": number(), "balance": number(), "stages": listing(_PREDICTED_STAGE, most=4096, least=1),
+    },
+    {
         "flat": either(record({"mesh": text(), "seconds": _seconds}, others=True), nothing()),
-        "others": listing(_RUNNER_UP), "tried": _count, "pruned": _count,
+        "others": listing(_RUNNER_UP), "tried": _count, "pruned": _count, "links": listing(text()),
     },
     others=True,
 )  # fmt: skip
@@ -108,11 +118,18 @@ _FLAT = record(
     },
     {
         "bound": number(finite=False), "gap": number(finite=False), "stopped": boolean(),
-        "meshes": listing(_MESH_TRIED), "pipelines": _PIPELINES,
+        "meshes": listing(_MESH_TRIED), "pipelines": _PIPELINES, "throughput": _THROUGHPUT,
     },
     others=True,
 )  # fmt: skip
-_STAGED = record({**_TIMES, "pipeline": _PIPELINE, "stopped": boolean()}, others=True)
+_STAGED = record(
+    {**_TIMES, "pipeline": _PIPELINE},
+    {
+        "stopped": boolean(), "axes": listing(_AXIS_USE), "sent": listing(_SENT), "ops": listing(_PART),
+        "edges": listing(_PART), "bubble": _seconds, "throughput": _THROUGHPUT,
+    },
+    others=True,
+)  # fmt: skip
 
 _PLAN = record(
     {

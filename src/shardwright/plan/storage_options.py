@@ -47,6 +47,7 @@ class ParameterCollective(NamedTuple):
     collective: Collective
     axes: tuple[str, ...]
     seconds: float
+    bytes: float  # as in `cluster.collective`, on average over all backwards of a step
     slowdown: float = 0.0  # how much longer kernels take that run beside it, which share the memory
 
 
@@ -170,7 +171,8 @@ class StoragePricing:
             slowdown = seconds * self.moves.memory_share(sent.axes)
             copies = 6 if self.moves.traits.copies and sent.collective != "all_reduce" else 2  # see `BackendTraits`
             seconds += times * self.moves.copy(copies * elements * size)
-            yield ParameterCollective(resource, sent.collective, sent.axes, seconds, slowdown)
+            bytes = times * elements * size
+            yield ParameterCollective(resource, sent.collective, sent.axes, seconds, bytes, slowdown)
 
     def _update(self, bytes: float) -> float:
         """Seconds of the optimizer for so many bytes of a parameter.

@@ -252,6 +252,11 @@ class Tables:
         kinds = self.skeleton.kinds.of
         return {name: self.spaces.of(kinds[name]).choices[states[at]] for name, at in self.skeleton.ops.items()}
 
+    @property
+    def homes(self) -> Mapping[str, int]:
+        """The parameters that an op reads, with their variables."""
+        return self.skeleton.storage_options
+
     def home(self, key: str, states: Sequence[int]) -> tuple[Layout, Storage]:
         at = self.skeleton.storage_options[key]
         storage_options = self.storage_options[self.skeleton.variables[at].kind]

@@ -127,6 +127,7 @@ def _read(
         raise InputError('rehearse needs an existing plan: a file, a Plan, or a string such as "dp=64,tp=8"; '
                          "make one with shardwright plan -o plan.json")  # fmt: skip
     exact = read_precision(_precision_of(source) if precision is None else precision)
+    exact.check_runs()
     args, kwargs = arguments_of(example)
     skeleton = find_opaque(cast(copy_to_meta(model), exact), options.opaque)
     if not skeleton.training:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..ir.graph import ITEM_SIZE
-from ..layout import REPLICATE, Layout
+from ..layout import MB, REPLICATE, Layout
 from ..lower import LoweredProgram, reshard_kind
 from ..reshard import COLLECTIVES
 from ..storage import ParameterSpec, StoredElements
@@ -77,7 +77,9 @@ def _of_reshards(program: LoweredProgram) -> Iterator[IssuedCollective]:
         if kind is None:
             continue
         forward, backward = COLLECTIVES[kind]
-        value, axes = program.values[op.inputs[0]], op.argument("axes")
+        value, axes = program.values[op.inputs[0]], tuple(axis for axis in op.argument("axes") if axis != MB)
+        if not axes:
+            continue  # from microbatch to microbatch nothing is sent
         size = _local_bytes(program, value.shape, value.dtype, program.layouts[op.inputs[0]])
         if kind in ("all_gather", "all_gather_to_r"):
             size *= math.prod(program.mesh.sizes[axis] for axis in axes)
@@ -96,7 +98,8 @@ def _of_parameters(program: LoweredProgram) -> Iterator[IssuedCollective]:
     for spec in program.parameters:
         size = parameter_bytes(program, spec)
         share = math.ceil(size / spec.storage.parts(program.mesh.sizes))
-        sums = tuple(axis for axis in program.mesh.names if spec.layout.placement(axis) == REPLICATE)
+        axes = [axis for axis in program.mesh.names if axis != MB]
+        sums = tuple(axis for axis in axes if spec.layout.placement(axis) == REPLICATE)
         for sent in spec.storage.collectives(sums, spec.trainable, backward=True):
             size_sent = share if sent.of_share else size
             yield IssuedCollective(when="once a step", collective=sent.collective, axes=sent.axes, bytes=size_sent)

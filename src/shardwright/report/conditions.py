@@ -50,6 +50,7 @@ def made_for(
         reduce=conditions["reduce"],
         accumulate=conditions["accumulate"],
         masters=conditions.get("masters", False),
+        matmul=conditions.get("matmul"),
         precision_name=conditions.get("precision", ""),
     )
     limit = predicted["limit"] if cluster is None else None

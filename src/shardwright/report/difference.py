@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..ir import Graph
 from ..ir.paths import layer_of
 from ..plan import Plan
 from ..plan.folding import star
-from ..plan.price import PlanPrice, price
+from ..plan.joint import price_plan
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..storage import Replicated
@@ -140,11 +140,22 @@ def diff(
     )
     if graph is None or not difference:
         return difference
-    if a.mesh != b.mesh:
-        return replace(difference, why_not="the meshes differ, so no part can be taken from the second plan alone")
+    why_not = _why_not(a, b, graph.entry)
+    if why_not:
+        return replace(difference, why_not=f"{why_not}, so no part can be taken from the second plan alone")
     (first, graph), (other, _) = spelled_out(a, graph), spelled_out(b, graph)
     conditions = made_for(first, graph.entry, cluster, training)
     return replace(difference, parts=tuple(part_costs(first, other, analyse(graph, probing()), conditions)))
+
+
+def _why_not(a: Plan, b: Plan, entry: str) -> str:
+    """Why no part of one plan can be put into the other; empty if it can be."""
+    if [stage.mesh for stage in a.stages] != [stage.mesh for stage in b.stages]:
+        return "the meshes differ" if len(a.stages) == len(b.stages) == 1 else "the stages differ"
+    if (a.microbatches, a.schedule, a.local) != (b.microbatches, b.schedule, b.local):
+        return "the microbatches or the schedules differ"
+    parts = [[set(stage.choices) for stage in plan.entries.get(entry, ())] for plan in (a, b)]
+    return "the stages differ" if len(a.stages) > 1 and parts[0] != parts[1] else ""
 
 
 def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions) -> list[PartDifference]:
@@ -160,29 +171,38 @@ def part_costs(a: Plan, b: Plan, analysis: Analysis, conditions: PlanConditions)
         if a.storage.get(key, Replicated()).written() != b.storage.get(key, Replicated()).written():
             keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
 
-    def priced(plan: Plan) -> PlanPrice:
-        return price(analysis, conditions.cluster, conditions.training, plan, replica_axes=conditions.replica_axes)
+    def priced(plan: Plan) -> tuple[float, float]:
+        prediction = price_plan(
+            analysis, conditions.cluster, conditions.training, plan, replica_axes=conditions.replica_axes
+        )
+        return prediction.seconds, prediction.peak_memory
 
-    base, stage = priced(a), a.entries[entry][0]
+    base, stages = priced(a), a.entries[entry]
 
     def part(name: str, plan: Plan) -> PartDifference:
         now, changed = priced(plan), (len(names.get(name, ())) for names in (ops, keys))
-        time, memory = now.seconds - base.seconds, now.memory.peak - base.memory.peak
+        time, memory = now[0] - base[0], now[1] - base[1]
         return PartDifference(name=name, ops=next(changed), stored=next(changed), seconds=time, memory=memory)
 
     differences = []
     for name in dict.fromkeys((*ops, *keys)):
-        choices = {**stage.choices, **{op: other.get(op, {}) for op in ops.get(name, ())}}
+        taken = {op: other.get(op, {}) for op in ops.get(name, ())}
+        changed = tuple(
+            replace(stage, choices={op: taken.get(op, choice) for op, choice in stage.choices.items()})
+            for stage in stages
+        )
         storage = {**a.storage, **{key: b.storage.get(key, Replicated()) for key in keys.get(name, ())}}
-        differences.append(part(name, replace(a, entries={entry: (replace(stage, choices=choices),)}, storage=storage)))
-    again = b.entries[entry][0].recompute
-    if set(stage.recompute) != set(again):
-        differences.append(part("recomputation", replace(a, entries={entry: (replace(stage, recompute=again),)})))
-    chunked = b.entries[entry][0].chunked_loss
-    if dict(stage.chunked_loss) != dict(chunked):
-        changed = replace(a, entries={entry: (replace(stage, chunked_loss=chunked),)})
-        differences.append(part("chunks of logits", changed))
+        differences.append(part(name, replace(a, entries={entry: changed}, storage=storage)))
+    for what, name in (("recompute", "recomputation"), ("chunked_loss", "chunks of logits")):
+        pairs = [(stage, getattr(in_b, what)) for stage, in_b in zip(stages, b.entries[entry], strict=True)]
+        if any(_unordered(getattr(stage, what)) != _unordered(taken) for stage, taken in pairs):
+            changed = tuple(replace(stage, **{what: taken}) for stage, taken in pairs)
+            differences.append(part(name, replace(a, entries={entry: changed})))
     return sorted(differences, key=lambda first: -abs(first.seconds))
+
+
+def _unordered(decisions: Sequence[str] | Mapping[str, int]) -> object:
+    return dict(decisions) if isinstance(decisions, Mapping) else set(decisions)
 
 
 def part_of(path: str) -> str:
@@ -198,8 +218,10 @@ def _totals(a: Plan, b: Plan) -> Iterator[TotalDifference]:
     if entry is None:
         return
     total, other = a.predicted[entry], b.predicted[entry]
-    for key, format_value in TIMES.items():
-        yield TotalDifference(what=format_value, a=total[key], b=other[key])
+    for key, what in TIMES.items():
+        values = total.get(key, 0.0), other.get(key, 0.0)
+        if key in REQUIRED or any(values):
+            yield TotalDifference(what=what, a=values[0], b=values[1])
     for key in ("peak", *KINDS):
         values = total["memory"][key], other["memory"][key]
         if any(values):
@@ -213,8 +235,10 @@ TIMES = {
     "compute": "compute",
     "blocking": "blocking communication",
     "exposed": "exposed overlapped communication",
+    "bubble": "bubble and sends",
     "update": "update",
 }
+REQUIRED = frozenset(TIMES) - {"bubble"}
 
 
 def _rows(a: Plan, b: Plan) -> Iterator[Changed]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -20,10 +20,12 @@ from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
+from ..layout import MB, Layout, make_layout
 from ..lower import LoweredProgram
 from ..plan import Plan
 from ..plan.folding import fold, star
-from ..plan.lowering import lower
+from ..plan.joint import price_plan
+from ..plan.lowering import lower, lower_pipeline
 from ..probe import probing
 from ..rules import analyse
 from ..storage import Storage
@@ -58,10 +60,10 @@ class TrainedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan, and its program if a graph was passed. Prints as one screen, or with all tables."""
+    """A plan, and its programs, one for each stage, if a graph was passed. Prints as one screen, or with all tables."""
 
     plan: Plan
-    program: LoweredProgram | None = None
+    programs: tuple[LoweredProgram, ...] = ()
     entry: str = "train"
     full: bool = False
     measured: MeasuredSteps | None = None
@@ -78,11 +80,15 @@ class Explanation:
         return Group(*parts, *notes_of(self.plan, None if self.full else MOST_NOTES))
 
     def _tables(self) -> Iterator[Any]:
-        yield self._splits()
-        if self.program is not None:
-            yield from (_parameter_table(self.program), *_memory(self.program), _sent(self.program))
-        elif self.plan.storage:
-            yield self._storage()
+        if not self.programs:
+            yield self._splits(None)
+            yield from (self._storage(),) if self.plan.storage else ()
+        for number, program in enumerate(self.programs):
+            if len(self.programs) > 1:
+                stage = self.plan.entries[self.entry][number]
+                numbers = "; numbers of a microbatch" if self.plan.microbatches > 1 else ""
+                yield Text(f"stage {number} of {len(self.programs)}, mesh {stage.mesh}{numbers}", style="bold")
+            yield from (self._splits(program), _parameter_table(program), *_memory(program), _sent(program))
 
     def __str__(self) -> str:
         return render(self)
@@ -94,7 +100,8 @@ class Explanation:
         devices = f"{plan.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
         yield Text(f"{_laid_out(plan)}: {devices}" + (f"; {priced_for(predicted)}" if predicted else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
-        parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+        kind = "microbatches" if len(plan.stages) > 1 else "microbatches (gradient accumulation)"
+        parts = f"; {plan.microbatches} {kind}" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
         for entry, stages in plan.entries.items():
             paths = ", ".join(path for stage in stages for path in in_ranges(stage.folded_recompute()))
@@ -104,13 +111,13 @@ class Explanation:
             if losses:
                 yield Text(f"chunks of logits ({entry}): {', '.join(losses)}")
 
-    def _splits(self) -> Table:
+    def _splits(self, program: LoweredProgram | None) -> Table:
         """Without a program the labels of the ops' rules; with one, the layouts of their outputs."""
-        axes = self.plan.mesh.names
-        heads = axes if self.program is None else ("output layout",)
+        axes = tuple(dict.fromkeys(name for stage in self.plan.entries[self.entry] for name in stage.mesh.names))
+        heads = axes if program is None else ("output layout",)
         table = Table("op", "in", "count", *heads, title=f"how ops are split ({self.entry})", title_justify="left")
         rows: dict[tuple[str, ...], list[str]] = {}
-        for name, cells in self._roles(axes) if self.program is None else _layouts(self.program):
+        for name, cells in self._roles(axes) if program is None else _layouts(program):
             kind = name.rsplit("/ ", 1)[-1].split(".")[0]
             rows.setdefault((kind, *cells), []).append(name)
         for (kind, *shown), names in rows.items():
@@ -145,8 +152,8 @@ def measured_line(plan: Plan, measured: MeasuredSteps) -> str:
 
 @overload
 def explain(
-    plan: Plan | TrainedModel, graph: Graph | None = None, *, op: None = None, cluster: None = None,
-    training: None = None, full: bool = False,
+    plan: Plan | TrainedModel, graph: Graph | None = None, *, op: None = None,
+    cluster: Cluster | str | Path | None = None, training: TrainingSetup | None = None, full: bool = False,
 ) -> Explanation: ...  # fmt: skip
 
 
@@ -174,8 +181,8 @@ def explain(
 
     op          with the graph: why this op ("model.layers.0.mlp.up_proj / linear", or with a star for all layers) is
                 split as it is, and what each alternative would cost
-    cluster     for `op`: what to price on; default: the cluster of the plan
-    training    for `op`: optimizer and precision; default: those of the plan
+    cluster     with the graph: what to price on; default: the cluster of the plan, with the prices of its file
+    training    with the graph: optimizer and precision; default: those of the plan
     """
     if not isinstance(plan, Plan):
         measured: MeasuredSteps | None = plan.step_times
@@ -186,12 +193,23 @@ def explain(
     if graph is None:
         if op is not None:
             raise InputError("explaining an op needs the graph of the model: explain(plan, graph, op=...)")
+        if cluster is not None or training is not None:
+            raise InputError("pricing a plan anew needs the graph of the model: explain(plan, graph, cluster=...)")
         return Explanation(plan=plan, entry=entry, full=full, measured=measured)
     plan, graph = spelled_out(plan, graph)
     analysis = analyse(graph, probing())
     if op is not None:
         return why(plan, analysis, op, made_for(plan, entry, cluster, training))
-    return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True, measured=measured)
+    if cluster is not None or training is not None:
+        conditions = made_for(plan, entry, cluster, training)
+        priced = price_plan(
+            analysis, conditions.cluster, conditions.training, plan, replica_axes=conditions.replica_axes,
+            limit=conditions.limit,
+        )  # fmt: skip
+        plan = replace(plan, cluster=str(conditions.cluster), predicted={**plan.predicted, entry: priced.as_json()})
+    staged = plan.is_pipeline
+    programs = lower_pipeline(graph, plan, analysis).programs if staged else (lower(graph, plan, analysis),)
+    return Explanation(plan=plan, programs=programs, entry=entry, full=True, measured=measured)
 
 
 def _compiled_plan(model: TrainedModel) -> Plan:
@@ -202,7 +220,7 @@ def _compiled_plan(model: TrainedModel) -> Plan:
 
 def _laid_out(plan: Plan) -> str:
     """The mesh, or the stages of a pipeline and their meshes."""
-    if not plan.is_pipeline:
+    if len(plan.stages) == 1:
         return f"mesh {plan.mesh}"
     pp_ranks = len({stage.mesh.devices for stage in plan.stages})
     meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
@@ -213,7 +231,13 @@ def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
     for op in program.graph.ops:
         if not program.analysis.is_constant(op):
             layout = program.layouts.get(op.outputs[0])
-            yield op.name, ("-" if layout is None else str(layout),)
+            yield op.name, ("-" if layout is None else str(_on_devices(layout)),)
+
+
+def _on_devices(layout: Layout) -> Layout:
+    """A layout without what it says of microbatches."""
+    shards = [tuple(shard for shard in shards if shard.axis != MB) for shards in layout.shards]
+    return make_layout(shards, {axis: placement for axis, placement in layout.rest if axis != MB})
 
 
 def _role(choice: str | None) -> str:
@@ -239,7 +263,7 @@ def _parameter_table(program: LoweredProgram) -> Table:
     first = dict.fromkeys(program.mesh.names, 0)
     for spec in program.parameters:
         local = spec.layout.local_shape(spec.shape, program.mesh.sizes, first)
-        sums = ", ".join(spec.sums) if spec.trainable else "frozen"
+        sums = ", ".join(axis for axis in spec.sums if axis != MB) if spec.trainable else "frozen"
         cuts = str(spec.layout).split(" (")[0]
         key = (_shape(spec.shape), _shape(local), cuts, sums or "-", _sharded(spec.storage) or "-")
         rows.setdefault((star(spec.name), *key), []).append(spec.name)

@@ -24,27 +24,45 @@ Predicted = Mapping[str, Any]
 
 
 def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
-    """The parts of the screen about time and stages."""
+    """The parts of the screen about time and stages. One stage with microbatches is gradient accumulation."""
     predicted = plan.predicted[entry]
-    yield from _time(predicted)
-    if len(predicted["pipeline"]["stages"]) > 1:
+    staged = len(predicted["pipeline"]["stages"]) > 1
+    yield from _time(predicted, staged)
+    if staged:
         yield Text(picture(plan, entry))
-    yield _stages(predicted["pipeline"]["stages"])
-    yield from _others(predicted)
+        yield _stages(predicted["pipeline"]["stages"])
+    else:
+        yield from _accumulation(plan, predicted["pipeline"]["stages"][0])
+    if "tried" in predicted["pipeline"]:
+        yield from _others(predicted, staged)
 
 
-def _time(predicted: Predicted) -> Iterator[RenderableType]:
+def pipeline_devices(predicted: Predicted) -> list[str]:
+    """The devices of each pipeline rank."""
+    return list(dict.fromkeys(stage["devices"] for stage in predicted["pipeline"]["stages"]))
+
+
+def _time(predicted: Predicted, staged: bool) -> Iterator[RenderableType]:
     step, pipeline = predicted["seconds"], predicted["pipeline"]
     yield Text(f"predicted step time {format_time(step)}", style="bold")
     kinds = {
         "compute": predicted["compute"],
-        "blocking communication in stages": predicted["blocking"],
-        "bubble and sends": predicted["exposed"],
+        "blocking communication": predicted["blocking"],
+        "exposed overlapped communication": predicted["exposed"],
+        "bubble and sends": predicted.get("bubble", 0.0),
         "sync and update": predicted["update"],
     }
-    yield from parts_of_time(kinds, step, predicted["stopped"])
-    slowest = f"the slowest stage takes {percent(pipeline['balance'] - 1)} longer than the mean"
-    yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
+    if not staged:
+        del kinds["bubble and sends"]
+    yield from parts_of_time(kinds, step, bool(predicted.get("stopped")))
+    if staged:
+        slowest = f"the slowest stage takes {percent(pipeline['balance'] - 1)} longer than the mean"
+        yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
+
+
+def _accumulation(plan: Plan, stage: Predicted) -> Iterator[RenderableType]:
+    each = f"forward {format_time(stage['forward'])}, backward {format_time(stage['backward'])}"
+    yield indented(f"gradient accumulation over {plan.microbatches} microbatches: each {each}")
 
 
 def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
@@ -95,16 +113,18 @@ def _layers(paths: Sequence[str], most: int = 3) -> str:
     return ", ".join(named[:most]) + (f", {len(named) - most} more" if len(named) > most else "")
 
 
-def _others(predicted: Predicted) -> Iterator[RenderableType]:
+def _others(predicted: Predicted, staged: bool) -> Iterator[RenderableType]:
     pipeline, best = predicted["pipeline"], predicted["seconds"]
-    flat = pipeline["flat"]
+    flat, without = pipeline["flat"], "without a pipeline" if staged else "without microbatches"
     if flat is None:
-        yield indented("without a pipeline nothing was searched, or nothing fits")
+        yield indented(f"{without} nothing was searched, or nothing fits")
     else:
-        yield indented(f"without a pipeline ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
+        yield indented(f"{without} ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
     words = [
         f"{other['text']}: {percent(other['seconds'] / best - 1)} slower" for other in pipeline["others"][:MOST_OTHERS]
     ]
     if words:
         yield indented("runners-up: " + "; ".join(words))
-    yield indented(f"{pipeline['tried']} pipelines were solved, {pipeline['pruned']} pruned by their bounds")
+    yield indented(
+        f"{pipeline['tried']} plans with stages or microbatches were tried, {pipeline['pruned']} pruned by their bounds"
+    )

@@ -16,10 +16,10 @@ from rich.text import Text
 from ..plan import Plan
 from ..plan.folding import star
 from .communication import format_bytes
-from .pipeline import pipeline_screen
+from .pipeline import pipeline_devices, pipeline_screen
 from .text import format_time, indented, parts_of_time, percent, table_of
 
-MOST_SENT = 7  # rows of the table of collectives
+MOST_SENT = 5  # rows of the table of collectives
 MOST_MESHES = 4
 MOST_NOTES = 6
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
@@ -30,18 +30,25 @@ Predicted = Mapping[str, Any]
 def screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
     """The parts of the screen, top to bottom, for a plan with predicted costs."""
     predicted = plan.predicted[entry]
-    if "pipeline" in predicted:
-        yield from _stored(predicted)
-        yield from pipeline_screen(plan, entry)
-        yield from _memory(predicted)
-        return
+    staged = "pipeline" in predicted
     yield from _mesh(predicted)
-    yield from _time(predicted)
-    yield from _pipelines(predicted)
-    yield _sent(predicted["sent"])
+    yield from pipeline_screen(plan, entry) if staged else _time(predicted)
+    yield from _throughput(predicted)
+    yield from () if staged else _pipelines(predicted)
+    if "sent" in predicted:  # else the file is of an earlier version
+        yield _sent(predicted["sent"])
     yield from _memory(predicted)
-    yield _most_expensive("most expensive ops", predicted["ops"], predicted["seconds"])
-    yield _most_expensive("most expensive reshards", predicted["edges"], predicted["seconds"], "forward / backward")
+    for title, key, more in PARTS:
+        if key in predicted:
+            yield _most_expensive(title, predicted[key], predicted["seconds"], *more)
+    if staged and len(pipeline_devices(predicted)) > 1:
+        yield Text("times of communication, ops and reshards are of a mean device: all stages, by pipeline ranks")
+
+
+PARTS = (
+    ("most expensive ops", "ops", ()),
+    ("most expensive reshards", "edges", ("forward / backward",)),
+)
 
 
 def priced_for(predicted: Predicted) -> str:
@@ -54,7 +61,7 @@ def priced_for(predicted: Predicted) -> str:
 
 
 def _mesh(predicted: Predicted) -> Iterator[RenderableType]:
-    for use in predicted["axes"]:
+    for use in predicted.get("axes", ()):
         where = "within a node" if use["nodes"] == 1 else f"over {use['nodes']} nodes"
         links = f", {' and '.join(use['links'])}" if use["links"] else ""
         kinds = {"the batch": use["batch"], "the weights": use["weights"], "the sequence or others": use["other"]}
@@ -62,6 +69,9 @@ def _mesh(predicted: Predicted) -> Iterator[RenderableType]:
         work = f"splits {', '.join(shares)} of the arithmetic" if shares else "its devices repeat the same work"
         yield indented(f"{use['axis']}={use['size']} {where}{links}: {work}")
     yield from _stored(predicted)
+    if "pipeline" in predicted and len(pipeline_devices(predicted)) > 1:
+        names = " and ".join(predicted["pipeline"].get("links", ()))
+        yield indented(f"pp={len(pipeline_devices(predicted))} stages of the model{f', {names}' if names else ''}")
     others = [mesh for mesh in predicted.get("meshes", ()) if mesh["outcome"] != "chosen"]
     if others:
         words = [f"{mesh['mesh']} {_outcome(mesh, predicted['seconds'])}" for mesh in others[:MOST_MESHES]]
@@ -74,7 +84,8 @@ def _mesh(predicted: Predicted) -> Iterator[RenderableType]:
 def _stored(predicted: Predicted) -> Iterator[RenderableType]:
     total = sum(predicted["stored"].values())
     if total:
-        shares = [f"{how} {percent(size / total)}" for how, size in predicted["stored"].items()]
+        every = predicted["stored"].items()
+        shares = [f"{how} {percent(size / total)}" for how, size in every if size >= 0.0005 * total]
         yield indented(f"parameters ({format_bytes(total)}): {'; '.join(shares)}")
 
 
@@ -127,37 +138,51 @@ def _time(predicted: Predicted) -> Iterator[RenderableType]:
     yield from parts_of_time(kinds, step, bool(predicted.get("stopped")))
 
 
+def _throughput(predicted: Predicted) -> Iterator[RenderableType]:
+    """Tokens a second, how much of the peak that is, and what a device sends."""
+    rates = predicted.get("throughput")
+    if rates is None:
+        return
+    words = [f"{rates[kind]:,.0f} {kind}/s" for kind in ("tokens", "samples") if rates[kind] is not None][:1]
+    words.append(f"{rates['flops'] / 1e12:.3g} TFLOP/s per device (MFU {percent(rates['mfu'])})")
+    sent = sum(message.get("bytes", 0) for message in predicted["sent"])
+    words.append(f"a device sends {format_bytes(sent)} a step")
+    yield indented(f"predicted {', '.join(words)}")
+
+
 def _sent(sent: Sequence[Predicted]) -> Table:
     rows: dict[tuple[str, str, str], list[float]] = {}
     for message in sent:
-        how = (
-            "overlapped" if message["overlapped"] else "after the update" if message["when"] == "update" else "blocking"
-        )
-        key = (", ".join(message["axes"]), message["collective"], how)
-        sums = rows.setdefault(key, [0, 0.0, 0.0])
-        for at, amount in enumerate((message["count"], message["seconds"], message["hidden"])):
+        key = (", ".join(message["axes"]), message["collective"], _how(message))
+        sums = rows.setdefault(key, [0, 0.0, 0.0, 0.0])
+        numbers = (message["count"], message.get("bytes", 0.0), message["seconds"], message["hidden"])
+        for at, amount in enumerate(numbers):
             sums[at] += amount
-    table = table_of("communication", "over", "how", ">tensors", ">time", ">exposed", ">hidden")
-    ordered = sorted(rows.items(), key=lambda item: -item[1][1])
-    for (axes, collective, how), (count, seconds, hidden) in ordered[:MOST_SENT]:
-        times = (format_time(sums) for sums in (seconds, seconds - hidden, hidden))
-        table.add_row(f"  {collective}", axes, how, str(int(count)), *times)
-    rest = ordered[MOST_SENT:]
+    table = table_of("communication", "over", "how", ">tensors", ">sent", ">time", ">exposed")
+    ordered = sorted(rows.items(), key=lambda item: -item[1][2])
+    shown = [(f"  {collective}", axes, how, sums) for (axes, collective, how), sums in ordered[:MOST_SENT]]
+    rest = [sums for _, sums in ordered[MOST_SENT:]]
     if rest:
-        count, seconds, hidden = (sum(sums[at] for _, sums in rest) for at in range(3))
-        times = (format_time(sums) for sums in (seconds, seconds - hidden, hidden))
-        table.add_row(f"  {len(rest)} more kinds", "", "", str(int(count)), *times)
+        shown.append((f"  {len(rest)} more kinds", "", "", [sum(column) for column in zip(*rest, strict=True)]))
+    for name, axes, how, (count, size, seconds, hidden) in shown:
+        exposed = "in the bubble" if how == "between stages" else format_time(seconds - hidden)
+        table.add_row(name, axes, how, str(int(count)), format_bytes(size), format_time(seconds), exposed)
     if not ordered:
         table.add_row("  none")
     return table
 
 
+def _how(message: Predicted) -> str:
+    if message["collective"] == "send":
+        return "between stages"
+    return "overlapped" if message["overlapped"] else "after backward" if message["when"] == "update" else "blocking"
+
+
 def _memory(predicted: Predicted) -> Iterator[RenderableType]:
     memory, limit, at = predicted["memory"], predicted["limit"], predicted["at"]
     part = f"{percent(memory['peak'] / limit)} of the limit of {format_bytes(limit)}"
-    line = f"predicted memory {format_bytes(memory['peak'])}, {part}"
-    if memory["peak"] > limit:
-        line += ": IT DOES NOT FIT"
+    line = f"predicted memory {format_bytes(memory['peak'])} per device, {part}"
+    line += ": IT DOES NOT FIT" if memory["peak"] > limit else f", headroom {format_bytes(limit - memory['peak'])}"
     yield Text(line, style="bold" if memory["peak"] <= limit else "bold red")
     kinds = ", ".join(f"{kind} {format_bytes(memory[kind])}" for kind in KINDS if memory[kind])
     yield indented(f"{kinds}; peak in {at['phase']}, at {star(at['op'].strip(' /'))}")

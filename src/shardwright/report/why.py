@@ -13,6 +13,7 @@ from rich.text import Text
 from ..plan import Plan
 from ..plan.digest import atom_kinds
 from ..plan.folding import star
+from ..plan.joint import stage_alternatives
 from ..plan.whatif import Alternative, WhatIfQuery, alternatives, find_ops
 from ..rules import FAN, PASS_PARTIAL, Analysis
 from ..verify.measure import render
@@ -54,34 +55,44 @@ class Why:
         others = [way for way in self.ways if not way.chosen]
         line = f"split {self._choice_text(self.chosen.choice)}: predicted step time {format_time(self.chosen.seconds)}"
         if others:
-            best = min(others, key=lambda way: way.follow)
-            line += f"; the best alternative {_change(best.follow, self.chosen.seconds)}"
+            best = min(others, key=self._compared)
+            line += f"; the best alternative {_change(self._compared(best), self.chosen.seconds)}"
+            line += "" if self._staged else ", others following"
         yield Text(line)
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("")
         table.add_column("split")
-        for head in ("alone", "", "memory", "if others follow", ""):
+        for head in ("alone", "", "memory", *(() if self._staged else ("if others follow", ""))):
             table.add_column(head, justify="right", no_wrap=True)
         base = self.chosen
         for way in self.ways:
             table.add_row(
                 "*" if way.chosen else "",
                 Text(self._choice_text(way.choice)),
-                *_times(way.seconds, base.seconds),
+                *(("can't run", "") if self._staged and math.isinf(way.seconds) else _times(way.seconds, base.seconds)),
                 format_bytes(way.memory) if math.isfinite(way.memory) else "-",
-                *_times(way.follow, base.seconds),
+                *(() if self._staged else _times(way.follow, base.seconds)),
             )
         return table
+
+    @property
+    def _staged(self) -> bool:
+        return self.query.plan.is_pipeline
+
+    def _compared(self, way: Alternative) -> float:
+        """The step time by which alternatives are compared; of a plan with microbatches no other op can follow."""
+        return way.seconds if self._staged else way.follow
 
     def _foot(self) -> Iterator[RenderableType]:
         if len(self.ways) >= MOST:
             yield Text(f"these are the {len(self.ways)} best taken alone; others were left out", style="dim")
-        yield Text("* as planned. alone: time and memory of a step if nothing else changes.")
-        yield Text(
-            "if others follow: the step of the best plan on this mesh, within the memory limit, with this split."
-        )
+        yield Text("* as planned. alone: predicted time and memory of a step if nothing else changes.")
+        if not self._staged:
+            yield Text(
+                "if others follow: the step of the best plan on this mesh, within the memory limit, with this split."
+            )
 
     def _choice_text(self, choice: Mapping[str, str]) -> str:
         """A choice as text: "dp: ma (batch), tp: n (weights)"."""
@@ -110,7 +121,8 @@ def why(plan: Plan, analysis: Analysis, op: str, conditions: PlanConditions) -> 
         replica_axes=conditions.replica_axes,
         limit=conditions.limit,
     )
-    return Why(query=query, ways=alternatives(query, MOST))
+    ways = stage_alternatives(query, MOST) if plan.is_pipeline else alternatives(query, MOST)
+    return Why(query=query, ways=ways)
 
 
 def _times(seconds: float, base: float) -> tuple[str, str]:
@@ -124,4 +136,4 @@ def _change(seconds: float, base: float) -> str:
     if not math.isfinite(seconds):
         return "does not fit"
     kind = "slower" if seconds >= base else "FASTER"
-    return f"is {format_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}, others following"
+    return f"is {format_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}"

@@ -106,6 +106,7 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     optimizer = trainer.make_optimizer(grouped(module, trainer.optimization.parameter_groups))
     args, kwargs = arguments(trainer.source.example(1))
     exact = read_precision(trainer.precision)
+    exact.check_runs()
     request = read_request(
         module, source, cluster=cluster_for(devices if trainer.cluster == "auto" else trainer.cluster, devices),
         training=training_of(optimizer, trainer.accumulate, exact),

@@ -88,6 +88,7 @@ def verify(
         start(options.timeout)
     device = here().device if method == "world" else torch.device("cpu")
     exact = read_precision(precision)
+    exact.check_runs()
     base = dtype or (torch.float64 if precision is None else torch.float32)
     order = tuple(sorted(entries, reverse=True))
     task = make_task(

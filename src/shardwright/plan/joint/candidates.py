@@ -82,9 +82,11 @@ class PipelineTrial:
         inside = " x ".join(f"{names.get(name, name)}={size}" for name, size in sizes if size > 1)
         counts = [len(pp_rank.devices) for pp_rank in self.pp_ranks]
         alike = f"of {counts[0]}" if len(set(counts)) == 1 else f"of {'+'.join(map(str, counts))}"
-        stages = f"{len(self.pp_ranks)} stages {alike}" if len(self.pp_ranks) > 1 else "one stage"
         parts = f"{self.microbatches} microbatches" if self.microbatches > 1 else "no microbatches"
-        return f"{stages}{f' ({inside})' if inside else ''}, {parts}, {self.schedule.name}"
+        if len(self.pp_ranks) == 1:
+            return f"gradient accumulation over {parts}{f' ({inside})' if inside else ''}"
+        stages = f"{len(self.pp_ranks)} stages {alike}{f' ({inside})' if inside else ''}"
+        return f"{stages}, {parts}, {self.schedule.name}"
 
 
 def run_of(

@@ -81,9 +81,10 @@ class PipelineStoragePricing(StoragePricing):
         microbatches: int,
         most: Mapping[str, int],
         known: dict[tuple[object, ...], StorageOptions],
+        fixed: Mapping[str, Storage] | None = None,
     ) -> None:
         """`known`: options on ranks of this kind; any number of microbatches above 1 has the same."""
-        super().__init__(spaces, most=most)
+        super().__init__(spaces, fixed, most)
         self.microbatches, self._known = microbatches, known
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
 

@@ -1,4 +1,4 @@
-"""What a plan file says about a pipeline: the predicted step time and where it goes, the stages, the runners-up."""
+"""What a plan file says about a pipeline that was searched: what it costs (`price_stages`), and the runners-up."""
 
 from __future__ import annotations
 
@@ -7,70 +7,36 @@ from typing import Any
 
 from ...cluster import Cluster
 from ...cost import TrainingSetup
-from ...ir import Graph
-from ...memory import MemoryPeak
+from ...rules import Analysis
 from ..auto import SearchResult
-from ..digest import stored_bytes
+from ..price import short
 from .candidates import PipelineTrial
-from .planner import JointResult, PipelineResult
-from .solved_stages import SolvedPipeline, layers_of_part
+from .planner import JointResult
+from .price_stages import price_pipeline
 
 NEXT = 6
 """Runners-up that a plan file names."""
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
 
-
-def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, graph: Graph) -> dict[str, Any]:
-    """The prediction for a plan that is a pipeline."""
+def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, analysis: Analysis) -> dict[str, Any]:
+    """The prediction for a plan that is a pipeline, and how it compares with others."""
     assert outcome.pipeline is not None
     result, flat = outcome.pipeline, outcome.flat
     trial, solved = result.trial, result.solved
-    worst = max(range(len(trial.pp_ranks)), key=lambda pp_rank: result.memory[pp_rank].peak / result.room(pp_rank))
-    peak = result.memory[worst]
-    return {
-        "for": made_for(cluster, training, graph),
-        "seconds": _short(trial.seconds),
-        "estimate": _short(min(result.piped.bound, trial.seconds)),  # the lowest bound left; not a proof
-        "stopped": result.piped.stopped,
-        "compute": _short(_mean(trial, "compute")),
-        "blocking": _short(_mean(trial, "waited")),
-        "exposed": _short(trial.seconds - _mean(trial, "compute") - _mean(trial, "waited") - trial.once),
-        "update": _short(trial.once),
-        "stored": {how: int(size) for how, size in stored_bytes(graph, outcome.plan.storage).items()},
-        "pipeline": {
-            "bubble": _short(trial.bubble),
-            "balance": _short(trial.balance),
-            "messages": _short(trial.microbatches * max(trial.links, default=0.0)),
-            "stages": [_stage(result, number) for number in range(len(trial.parts))],
-            "flat": _flat(flat, trial),
-            "others": [
-                {"text": describe_trial(other, solved.names), "seconds": _short(other.seconds)}
-                for other in _distinct(result.piped.others, trial)
-            ],
-            "tried": result.piped.tried,
-            "pruned": result.piped.pruned,
-        },
-        "memory": {"peak": int(peak.peak), **{kind: int(getattr(peak, kind)) for kind in KINDS}},
-        "at": {"phase": peak.at[1], "op": peak.at[0]},
-        "limit": int(result.room(worst)),
+    priced = price_pipeline(analysis, cluster, training, outcome.plan, limit=min(result.rooms), memory=result.memory)
+    prediction = priced.as_json()
+    prediction["estimate"] = short(min(result.piped.bound, priced.seconds))  # the lowest bound left; not a proof
+    prediction["stopped"] = result.piped.stopped
+    prediction["pipeline"] |= {
+        "flat": _flat(flat, priced.seconds),
+        "others": [
+            {"text": describe_trial(other, solved.names), "seconds": short(other.seconds)}
+            for other in _distinct(result.piped.others, trial)
+        ],
+        "tried": result.piped.tried,
+        "pruned": result.piped.pruned,
     }
-
-
-def made_for(cluster: Cluster, training: TrainingSetup, graph: Graph) -> dict[str, Any]:
-    large = any(output.value is not None and graph.values[output.value].shape for output in graph.outputs)
-    return {
-        "cluster": str(cluster),
-        "batch": graph.batch,
-        "optimizer": training.optimizer,
-        "compute": training.compute,
-        "reduce": training.reduce,
-        "masters": training.masters,
-        "precision": training.precision_name,
-        "accumulate": training.accumulate,
-        "replica_axes": [],
-        "outputs": "all" if large else "scalars",
-    }
+    return prediction
 
 
 def pipeline_summary(outcome: JointResult) -> dict[str, Any]:
@@ -82,8 +48,8 @@ def pipeline_summary(outcome: JointResult) -> dict[str, Any]:
     names = {} if best is None else {best.pp_ranks[0].names[1]: "tp"}
     return {
         "pipelines": {
-            "best": None if best is None else {"text": describe_trial(best, names), "seconds": _short(best.seconds)},
-            "estimate": _short(min(piped.bound, 1e12)),
+            "best": None if best is None else {"text": describe_trial(best, names), "seconds": short(best.seconds)},
+            "estimate": short(min(piped.bound, 1e12)),
             "tried": piped.tried,
             "pruned": piped.pruned,
             "stopped": piped.stopped,
@@ -115,31 +81,13 @@ def describe_trial(trial: PipelineTrial, names: dict[str, str]) -> str:
     return trial.describe({trial.pp_ranks[0].names[1]: "tp", **names})
 
 
-def _stage(result: PipelineResult, number: int) -> dict[str, Any]:
-    solved, trial, part = result.solved, result.trial, result.trial.parts[number]
-    devices = solved.pp_rank(number).devices
-    return {
-        "devices": f"{devices[0]}-{devices[-1]}" if len(devices) > 1 else str(devices[0]),
-        "mesh": str(solved.mesh(number)),
-        "layers": layers_of_part(solved.parts[number]),
-        "recompute": len(solved.recompute(number)),
-        "forward": _short(part.forward),
-        "backward": _short(part.backward),
-        "weight": _short(part.weight),
-        "blocking": _short(part.waited),
-        "once": _short(part.once),
-        "enters": _short(trial.links[number - 1]) if number else 0.0,
-        "memory": int(result.memory[trial.holders[number]].peak),
-    }
-
-
-def _flat(flat: SearchResult | None, trial: PipelineTrial) -> dict[str, Any] | None:
+def _flat(flat: SearchResult | None, seconds: float) -> dict[str, Any] | None:
     if flat is None:
         return None
     return {
         "mesh": str(flat.plan.mesh),
-        "seconds": _short(flat.best.time),
-        "ratio": _short(flat.best.time / trial.seconds),
+        "seconds": short(flat.best.time),
+        "ratio": short(flat.best.time / seconds),
     }
 
 
@@ -151,19 +99,8 @@ def _distinct(others: Sequence[PipelineTrial], best: PipelineTrial) -> list[Pipe
     return [trial for trial in distinct.values() if trial.seconds >= best.seconds][:NEXT]
 
 
-def _mean(trial: PipelineTrial, what: str) -> float:
-    """Mean seconds of a step that a pipeline rank computes, or waits for communication inside a stage."""
-    total = sum(trial.busy) if what == "compute" else 0.0
-    waited = sum(part.waited for part in trial.parts)
-    return trial.microbatches * (total - waited if what == "compute" else waited) / len(trial.pp_ranks)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-__all__ = ["MemoryPeak", "SolvedPipeline", "describe_trial", "note_of", "pipeline_summary", "predicted"]
+__all__ = ["describe_trial", "note_of", "pipeline_summary", "predicted"]

@@ -76,6 +76,8 @@ def _known(ring: Group | None) -> Group:
 
 def attend_blocks(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Attention with its gradients, in the dtypes that torch's own has under autocast."""
+    if query.dim() != 4:
+        return _in_four_dims(query, key, value, call)
     device = query.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return _applied(query, key, value, call)
@@ -83,6 +85,22 @@ def attend_blocks(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
     with torch.autocast(device, enabled=False):  # inputs are cast, as torch casts those of attention, and no more
         return _applied(query, key, value, call)
+
+
+def _in_four_dims(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention without a batch or heads, or with more dims before them: kernels take [B, heads, S, E]."""
+    if query.dim() < 3:
+        return _in_four_dims(query[None], key[None], value[None], call)[0]
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+    dense = call.visible.dense
+    if dense is not None and dense.dim() > 3:
+        call = replace(call, visible=replace(call.visible, dense=flat(dense)))
+    out = attend_blocks(flat(query), flat(key), flat(value), call)
+    return out.reshape(*batch, *out.shape[-3:])
 
 
 def _applied(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
