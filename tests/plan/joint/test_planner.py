@@ -134,7 +134,7 @@ def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
     names = [name for stage in plan.stages for name in stage.choices]
     assert sorted(names) == sorted(op.name for op in analysis.graph.ops)
     assert plan.size == 8 and plan.schedule and plan.is_pipeline
-    prediction = predicted(result, cluster, MIXED, analysis.graph)
+    prediction = predicted(result, cluster, MIXED, analysis)
     assert prediction["seconds"] > 0 and len(prediction["pipeline"]["stages"]) == len(plan.stages)
     assert 0 <= prediction["pipeline"]["bubble"] < 1 <= prediction["pipeline"]["balance"]
     assert prediction["memory"]["peak"] <= prediction["limit"]

@@ -21,7 +21,7 @@ def plan():
     analysis, cluster = language(layers=4), find("4xA100-80GB")
     constraints = read_constraints([{"stages": 4}, {"microbatches": 8}, {"schedule": "1f1b"}])
     result = find_joint(analysis, cluster, MIXED, SearchOptions(constraints=constraints))
-    return replace(result.plan, predicted={"train": predicted(result, cluster, MIXED, analysis.graph)})
+    return replace(result.plan, predicted={"train": predicted(result, cluster, MIXED, analysis)})
 
 
 def test_a_plan_that_is_saved_and_loaded_is_the_same(plan, tmp_path):

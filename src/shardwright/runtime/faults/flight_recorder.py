@@ -77,7 +77,7 @@ class FlightRecorder:
 @functools.lru_cache(4096)
 def _identity(kind: str, what: Any, backward: bool) -> int:
     """A number by which ranks notice that they have entered different collectives: 16 bits, never 0."""
-    text = f"{kind} {_what(what)} {backward}"
+    text = f"{kind} {without_sizes(_what(what))} {backward}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "big") or 1
 
 
@@ -258,6 +258,11 @@ def _entered(record: RecordedCollective) -> dict[str, Any]:
 
 def _what(what: Any) -> str:
     return "" if what is None else f"a tensor {list(what)}" if isinstance(what, tuple) else str(what)
+
+
+def without_sizes(what: str) -> str:
+    """What a collective sends, without the sizes of its tensor, which differ between ranks where shards are uneven."""
+    return re.sub(r"\d+", "n", what) if what.startswith("a tensor [") else what
 
 
 def name_of(group: Any) -> list[Any]:

@@ -135,7 +135,8 @@ def _desynchronized(reports: Mapping[int, RankReport]) -> str | None:
             for rank, record in records.items():
                 # Generated code is the same on all ranks; of their own scripts, ranks may be at different lines.
                 at = record["at"]["at"].rsplit("/", 1)[-1] if record["at"] and record["at"]["source"] else None
-                kinds.setdefault((record["kind"], record["what"], record["backward"], at), []).append(rank)
+                what = flight_recorder.without_sizes(record["what"])
+                kinds.setdefault((record["kind"], what, record["backward"], at), []).append(rank)
             if len(kinds) > 1 and next(iter(records.values()))["kind"] != "message":
                 each = [f"{_ranks(ranks)} entered {_collective(records[ranks[0]])}" for ranks in kinds.values()]
                 return f"{OUT_OF_STEP}{', but '.join(each)}; {REMEDY}"
