@@ -107,16 +107,10 @@ def _moved(number: int, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(tensor.to(device) for tensor in batch(number))
 
 
-def train_alone(dtype: torch.dtype = torch.float64) -> list[float]:
-    """The same loop without shardwright, on the CPU."""
-    model = gpt(dtype)
+def train_alone(rank: int, dtype: torch.dtype) -> list[float]:
+    """The same loop without shardwright, on this rank's device: moving a model there unties its parameters."""
+    device = own_device()
+    model = gpt(dtype).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for number in range(4):
-        loss = model(*batch(number))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    scaler = torch.amp.GradScaler(KIND, enabled=False)
+    return [_step(model, optimizer, scaler, number, device) for number in range(4)]
