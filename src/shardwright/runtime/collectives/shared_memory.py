@@ -135,7 +135,8 @@ class SharedMemoryGroup:
         """Raise if another rank has posted a different collective as this call: its bytes would be misread."""
         for rank, name in enumerate(self.ranks):
             theirs = self._flags[(rank * CALLS + call % CALLS) * (LINE // 8) + _WHAT]
-            if theirs != what:
+            unnamed = not (theirs >> 8 & 0xFFFF and what >> 8 & 0xFFFF)  # a rank that records nothing yet
+            if theirs != what and not (unnamed and (theirs ^ what) & ~0xFFFF00 == 0):
                 self._break(
                     f"ranks {self.ranks[self.index]} and {name} are out of step: one has posted {what >> 24} bytes "
                     f"where the other has posted {theirs >> 24}, or they are in different collectives",
