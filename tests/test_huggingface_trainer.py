@@ -135,7 +135,7 @@ def save_and_resume(rank, folder):
     warnings.simplefilter("ignore")
     many(folder, "zero3=2", stop=2, save_strategy="steps", save_steps=2)
     os.makedirs(f"{folder}/checkpoint-3", exist_ok=True)  # of a run that was killed while it saved
-    resumed = many(folder, "tp=2", original=empty_model(CONFIG).double(), resume=True)
+    resumed = many(folder, "tp=2", original=empty_model(CONFIG, dtype=torch.float64), resume=True)
     resumed.save_model(f"{folder}/exported")
     tokens = resumed.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
     return logs_of(resumed), resumed.model.full_state_dict(), tokens
