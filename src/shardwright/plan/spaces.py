@@ -220,7 +220,9 @@ class ChoiceSpaces:
         for picked in product(*lists):
             choice = {axis.name: pick for axis, pick in zip(self.mesh.axes, picked, strict=True) if pick}
             met = all(demand.is_met(choice, self.mesh.names) for demand in demands)
-            if met and self._shared_evenly([signature.picked(pick) for pick in picked]):
+            roles = [signature.picked(pick) for pick in picked]
+            routed = sum(role is not None and signature.is_split_by("experts", role) for role in roles)
+            if met and routed < 2 and self._shared_evenly(roles):  # tokens are sent to experts along one axis only
                 yield choice
 
     def _shared_evenly(self, roles: list[Role | None]) -> bool:
