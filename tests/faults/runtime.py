@@ -195,15 +195,15 @@ RUNTIME = (
     Fault(
         "a variance is that of equal ranks",
         NORMS,
-        "(distances + counts * (means - mean).square()).sum(0) / values",
-        "distances.sum(0) / values",
+        "(counts * (variances + (means - mean).square())).sum(0) / values",
+        "(counts * variances).sum(0) / values",
         "runtime/test_norms.py",
     ),
     Fault(
         "a running variance is biased",
         NORMS,
-        "unbiased = var * (values / (values - 1))",
-        "unbiased = var",
+        "unbiased = batch_var * (values / (values - 1))",
+        "unbiased = batch_var",
         "runtime/test_norms.py",
     ),
     Fault(

@@ -21,6 +21,7 @@ FRAMES = {"P": ("<", ">"), "F": (" ", " "), "B": ("[", "]"), "W": ("(", ")")}
 NARROW = {"P": "p", "F": "f", "B": "b", "W": "w"}  # where a step is too short for its label
 MARK = " ~ "
 LONGEST = 4  # cells that a step of usual length takes at most, so that one very short step does not stretch the rest
+MOST_LETTERS = 1_000_000  # of a line before it is shortened: steps may differ in length without limit
 
 
 def draw(
@@ -62,7 +63,7 @@ def _scale(run: SimulatedRun, cell: int) -> float:
     )
     if not spans:
         return 0.0
-    return cell / max(spans[0], spans[len(spans) // 2] / LONGEST)
+    return min(cell / max(spans[0], spans[len(spans) // 2] / LONGEST), MOST_LETTERS / run.total)
 
 
 def _labels(schedule: Schedule, device: int) -> list[str]:
