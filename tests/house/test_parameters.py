@@ -9,7 +9,7 @@ MOST = 8
 
 # What has more, how many, and why. Keep it short.
 ALLOWED = {
-    "runtime/algorithms/norms.py:batch_norm": (9, "called by generated code, with the arguments of a function of torch"),
+    "runtime/algorithms/norms.py:batch_norm": (9, "called by generated code, with the arguments of torch"),
     "train/trainer.py:__init__": (28, "a run's settings, of which the common ones are flat"),
     "verify/parity.py:verify": (15, "public: what a comparison can be told"),
     "parallelize.py:plan": (15, "public: what a plan depends on"),

@@ -147,7 +147,8 @@ def cache_path(described: str) -> Path:
 def _check_alike() -> None:
     """Raise on all ranks if some of them do not plan with "auto": they would not measure."""
     remedy = "pass the same arguments to parallelize on every rank"
-    objects.check_equal({"plan": "auto", "cluster": "auto", "torch": torch.__version__}, "versions and settings", remedy)
+    settings = {"plan": "auto", "cluster": "auto", "torch": torch.__version__}
+    objects.check_equal(settings, "versions and settings", remedy)
 
 
 def _are_processes() -> bool:
