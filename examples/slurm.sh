@@ -17,11 +17,11 @@
 set -euo pipefail
 
 export OMP_NUM_THREADS=8
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 srun torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:29500" \
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:29500" \
     --max-restarts 3 --no-python \
     shardwright train "$@" --resume last
 
