@@ -41,7 +41,7 @@ def test_one_screen_has_the_picture_the_stages_and_what_almost_won(plan):
 
 def test_times_add_up(plan):
     prediction = plan.predicted["train"]
-    parts = prediction["compute"] + prediction["blocking"] + prediction["exposed"] + prediction["update"]
+    parts = sum(prediction[kind] for kind in ("compute", "blocking", "exposed", "bubble", "update"))
     assert parts == pytest.approx(prediction["seconds"], rel=2e-3)
     kinds = [size for kind, size in prediction["memory"].items() if kind != "peak"]
     assert sum(kinds) == pytest.approx(prediction["memory"]["peak"], abs=8)
