@@ -464,7 +464,7 @@ def test_an_input_without_a_batch_dim_is_not_repeated():
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,diff,simulate,compile,verify,rehearse,calibrate,checkpoint" in done.stdout
+    assert "plan,explain,diff,simulate,compile,verify,rehearse,calibrate,doctor,checkpoint" in done.stdout
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):
