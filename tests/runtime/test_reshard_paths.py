@@ -28,7 +28,7 @@ from shardwright.reshard import Reshard
 from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Groups
 from tests.layout.drawn import mesh_of
-from tests.layout.simulated import Held, assert_lies, spread
+from tests.layout.simulated import Shards, assert_lies, spread
 from tests.runtime.ranks import run_ranks
 
 MESH = mesh_of(dp=2, tp=3)
@@ -87,7 +87,7 @@ def run_step(step: Reshard, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     return function(x, group) if step.dim is None else function(x, step.dim, group, step.sharding)
 
 
-def travel(rank: int, steps: tuple[Reshard, ...], values: Held, gradients: Held) -> tuple[np.ndarray, np.ndarray]:
+def travel(rank: int, steps: tuple[Reshard, ...], values: Shards, gradients: Shards) -> tuple[np.ndarray, np.ndarray]:
     groups = Groups(MESH, [step.axes for step in steps])
     start = torch.tensor(values[rank], dtype=torch.float64, requires_grad=True)
     x = start
