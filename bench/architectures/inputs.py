@@ -55,7 +55,7 @@ class Maker:
                 by_name[name] = make(self)
         by_name = {name: value for name, value in by_name.items() if value is not None}
         if not any(isinstance(value, Tensor) for value in by_name.values()):
-            raise CannotBuild(f"its forward takes {', '.join(list(self.asked)[:6])}: nothing that is known here")
+            raise CannotBuild(f"its forward takes {', '.join(list(self.parameters)[:6])}: nothing that is known here")
         for name, make in self.special.get("more", {}).items():
             by_name[name] = make(self) if callable(make) else make
         return by_name
