@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import inputs, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.ir import Op, Slot, Value
@@ -335,7 +335,7 @@ def test_a_number_that_is_a_place_stays_within_the_small_sizes():
 
 
 @settings(max_examples=15, deadline=None)
-@inputs(st.data())
+@given(st.data())
 def test_every_einsum_is_found(data):
     """Any product of up to three tensors: labels that stay are joined, labels that go are summed."""
     term = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
@@ -351,7 +351,7 @@ def test_every_einsum_is_found(data):
 
 
 @settings(max_examples=25, deadline=None)
-@inputs(st.data())
+@given(st.data())
 def test_every_regrouping_of_dims_is_found(data):
     """A view from one grouping of some factors to another."""
     factors = data.draw(st.lists(st.sampled_from([2, 3, 4, 5]), min_size=2, max_size=4))
