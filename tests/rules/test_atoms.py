@@ -261,9 +261,9 @@ def target_of(rule, shape):
     return rule.outputs[0].dims, shape
 
 
-def _take(value, label, rule) -> tuple[int, list[int]]:
+def _take(side, label, rule) -> tuple[int, list[int]]:
     """(dim, the first half of the label's indices there)."""
-    dims, shape = value
+    dims, shape = side
     for at, dim in enumerate(dims):
         if label in dim[0]:
             factors = [rule.sizes[name] for name in dim[0]]
