@@ -164,11 +164,6 @@ class JointResult:
         """Nothing that was searched takes less, with a pipeline or without."""
         return min(self.seconds, self.flat_bound, math.inf if self.piped is None else self.piped.bound)
 
-    @property
-    def gap(self) -> float:
-        """How much slower the plan is than its bound, as a part of the bound."""
-        return self.seconds / self.bound - 1.0 if self.bound > 0 else 0.0
-
 
 class JointPlanner:
     """Solves the trials of a search over pipelines."""
