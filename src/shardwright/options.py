@@ -22,6 +22,7 @@ Semantics = Literal["global", "local"]
 BatchNorm = Literal["global", "local"]
 
 GENERATED = Path(".shardwright")
+CACHE_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class CompileOptions:
                 module: a list of paths, or a dict of paths and plans
     batch_norm  "global": batch norms in training take the statistics of the global batch, as on one device; "local":
                 each rank those of its own samples, as with DDP, which sends less; see docs/training.md
+    cache_size  how many specializations are kept, one for each kind of call (shapes, training or not); past that the
+                one unused for longest is dropped, and compiled again if its call comes back
     timeout     seconds that ranks wait for each other before a run fails
     """
 
@@ -76,9 +79,12 @@ class CompileOptions:
     opaque: Opaque = "marked"
     parts: Sequence[str] | Mapping[str, Any] | None = None
     batch_norm: BatchNorm = "global"
+    cache_size: int = CACHE_SIZE
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.cache_size < 2:
+            raise InputError(f"compile.cache_size={self.cache_size} makes no sense; training and evaluation take two")
         if self.outputs is not None:
             _check_choice("compile.outputs", self.outputs, ("all", "scalars"))
         _check_choice("compile.opaque", self.opaque, ("marked", "auto"))

@@ -113,6 +113,7 @@ def parallelize(
         request=request, inputs=inputs, outputs=options.outputs or "all", unbatched=options.unbatched,
         opaque=options.opaque, batch_norm=options.batch_norm, precision=exact, backward=pipeline.backward,
         accumulate=accumulate, reduction=reduction, seed=seed, directory=Path(options.directory or GENERATED),
+        cache_size=options.cache_size,
     )  # fmt: skip
     if options.parts is not None:
         _check_parts(example, constraints, exact.casts, options, pipeline)
@@ -193,7 +194,8 @@ def _check_parts(
         raise InputError("unbatched names inputs of a whole model, not of parts of one; leave it out")
     if casts:
         raise InputError("precision is for a whole model; cast the parts, or use torch.autocast in the model")
-    expect_only(options, ("directory", "opaque", "parts", "timeout"), "parts", "a part returns what it returns")
+    kept = ("directory", "opaque", "parts", "cache_size", "timeout")
+    expect_only(options, kept, "parts", "a part returns what it returns")
     expect_only(pipeline, (), "parts", "each part is one program")
 
 

@@ -84,6 +84,7 @@ class Compiler:
         self.settings = settings or CompilerSettings()
         self.original: nn.Module | None = module  # until the first call is compiled: from then on the shards are true
         self.optimizer, self.world, self.mode = optimizer, world, self.settings.inputs
+        self.cache_size = self.settings.cache_size
         self.skeleton = self._copy(module)
         self._alive: dict[int, Any] = {}
         self._signature = signature(module, self._alive)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..options import GENERATED, Backward, BatchNorm, Opaque, Outputs
+from ..options import CACHE_SIZE, GENERATED, Backward, BatchNorm, Opaque, Outputs
 from ..plan.request import PlanRequest
 from ..precision import Precision
 from ..runtime.model.inputs import Mode
@@ -36,3 +36,4 @@ class CompilerSettings:
     promote: bool = False
     exact_random: bool = False
     prefix: str = ""
+    cache_size: int = CACHE_SIZE

@@ -381,5 +381,5 @@ class Trainer:
 def _with_usual(options: CompileOptions) -> CompileOptions:
     """What a run compiles with: only numbers leave the model, unless somebody says otherwise."""
     why = "a run has a folder of its own, and trains a whole model"
-    expect_only(options, ("outputs", "unbatched", "opaque", "batch_norm", "timeout"), "a Trainer", why)
+    expect_only(options, ("outputs", "unbatched", "opaque", "batch_norm", "cache_size", "timeout"), "a Trainer", why)
     return replace(options, outputs=options.outputs or "scalars")

@@ -20,13 +20,13 @@ from types import TracebackType
 
 import torch
 
-import shardwright.errors
+from shardwright import errors
 from shardwright.errors import RankError, ShardwrightError
 
 from .. import world
 
 FULL = "SHARDWRIGHT_TRACEBACK=full shows the frames that are left out"
-_INTERNAL = tuple(os.path.dirname(module.__file__) + os.sep for module in (shardwright.errors, torch))
+_INTERNAL = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (errors, torch))
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 

@@ -35,6 +35,7 @@ from .program import Program, shown
 from .reduction import LossReduction, Reduction, total
 from .shared_outputs import watch_gradient
 from .specialization import CompiledCall, ModelCall, ModelCompiler, RankState, ReplacedParameters, Specialization
+from .specialization_cache import SpecializationCache
 from .step_times import StepTimes
 from .view import ModelView, view_class
 
@@ -51,7 +52,7 @@ class ParallelModel(ModelView):
         self._reduction = Reduction(reduction)
         self._around: dict[str, Any] = {"skeleton": skeleton, "compiler": compiler}
         self._world, self._mode, self._turns = world, compiler.mode, Accumulation(accumulate)
-        self._entries: dict[Any, Specialization] = {}
+        self._entries = SpecializationCache(compiler.cache_size)
         self._state: RankState | None = None
         self.call_inputs = compiler.call_inputs
         self._comparison = InputComparison(first_only=self.call_inputs.computed)
@@ -74,7 +75,7 @@ class ParallelModel(ModelView):
     @property
     def generated(self) -> Path | None:
         """The newest generated file."""
-        return next(reversed(self._entries.values())).path if self._entries else None
+        return self._entries.newest.path if self._entries.newest is not None else None
 
     @property
     def input_mode(self) -> Mode:
@@ -181,7 +182,7 @@ class ParallelModel(ModelView):
         if compiled.replaced is not None:
             self._replace_original(compiled.replaced)
         self.watch(compiled.reads, compiled.variables, compiled.left)
-        self._entries[key] = compiled.specialization
+        self._entries.add(key, compiled.specialization)
         return compiled.specialization
 
     def _hold(self, state: RankState) -> None:
@@ -345,8 +346,8 @@ class ParallelModel(ModelView):
             compiler: ModelCompiler = self._around["compiler"]
             self._install(key, compiler(self._describe(args, kwargs, extra)))
             constants = self.constants(extra.get("method", ""))  # a trace may fill a cache of the model
-            self._entries[constants, *key[1:]] = self._entries[key]
-        return self._entries[key]
+            self._entries.add((constants, *key[1:]), self._entries[key])
+        return self._entries.use(key)
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: Mapping[str, Any]) -> ModelCall:
         return ModelCall(

@@ -197,6 +197,7 @@ class ModelCompiler(Protocol):
 
     skeleton     the original on meta
     original     the model as the user wrote it, until the first call is compiled
+    cache_size   how many specializations the model keeps
     """
 
     skeleton: nn.Module
@@ -206,6 +207,7 @@ class ModelCompiler(Protocol):
     mode: Mode
     random: Randomness
     call_inputs: CallInputs
+    cache_size: int
 
     def __call__(self, call: ModelCall) -> CompiledCall:
         """The program of a call, of forward or of another method."""
