@@ -11,7 +11,7 @@ PLAN ?= dp=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench coverage ops mutants faults lint install clean
+.PHONY: demo test bench coverage ops mutants faults fuzz node-faults lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -40,6 +40,10 @@ faults: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz
+
+# Runs on several nodes that are disturbed, half a minute each; needs root.
+node-faults: $(READY)
+	$(BIN)/python -m tests.node_faults
 
 lint: $(READY)
 	$(BIN)/ruff check .
