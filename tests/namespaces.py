@@ -46,18 +46,18 @@ def run(*command: str) -> None:
 def made_nodes(count: int) -> Iterator[Nodes]:
     """Namespaces of this process; UnavailableError where they can't be made."""
     nodes = Nodes(names=tuple(f"sw{os.getpid()}n{number}" for number in range(count)), switch=f"sw{os.getpid()}s")
-    made: list[str] = []
+    names: list[str] = []
     try:
         try:
             for name in (nodes.switch, *nodes.names):
                 run("ip", "netns", "add", name)
-                made.append(name)
+                names.append(name)
             _connect(nodes)
         except (OSError, subprocess.CalledProcessError) as error:
             raise UnavailableError(f"network namespaces can't be made here: {error}") from error
         yield nodes
     finally:
-        for name in made:
+        for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 

@@ -10,7 +10,8 @@
     fill disk        no space is left where checkpoints are saved        with an error on every node
 
 However it ends, no process is left behind, every checkpoint is whole, and the run, started once more if it has not come
-to its end, has the losses and parameters of the run that nobody disturbed. One that runs past the limit hangs.
+to its end, has the losses and parameters of the run that nobody disturbed. One that runs past the limit hangs. Where a
+link is lost, it is ranks that have to end: torchrun itself waits without a deadline for a store that it can't reach.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EPOCHS, STEPS_PER_EPOCH = 3, 3
 STEPS = EPOCHS * STEPS_PER_EPOCH
 TIMEOUT = 25.0  # seconds that ranks wait for each other
 LIMIT = 240.0  # seconds in which a run ends after its fault
+QUIET = 10.0  # seconds after which an agent starts no more ranks
 START = 240.0  # seconds in which it begins, on a busy machine
 PLANS = ("dp=2", "tp=2", "zero3=2", "pp=2")
 MUST_FINISH = ("kill rank", "stop rank", "cut link")
@@ -114,14 +116,14 @@ class Launch:
     def processes(self, number: int | None = None, *, ranks: bool = False) -> list[int]:
         """The processes of the run, or of one node; of these only the ranks."""
         wanted = f"NODE_FAULTS={self.mark}" + ("" if number is None else f" {number}\0")
-        found = []
+        numbers = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
                     text = (entry / "environ").read_text(errors="replace")
                     if wanted in text and (not ranks or "\0LOCAL_RANK=" in text) and (entry / "cmdline").read_text():
-                        found.append(int(entry.name))
-        return found
+                        numbers.append(int(entry.name))
+        return numbers
 
     def wait_for_step(self, step: int) -> bool:
         """Whether the run got there before it ended."""
@@ -132,6 +134,14 @@ class Launch:
                     return True
             time.sleep(0.05)
         return False
+
+    def wait_for_ranks(self, seconds: float) -> bool:
+        """Whether all ranks ended in time, and no agent has started others."""
+        deadline, since = time.monotonic() + seconds, time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < QUIET:
+            time.sleep(0.5)
+            since = time.monotonic() if self.processes(ranks=True) else since
+        return not self.processes(ranks=True)
 
     def wait(self, seconds: float) -> bool:
         """Whether all agents ended in time."""
@@ -200,14 +210,14 @@ def do(trial: Trial, launch: Launch) -> None:
 
 def _look(launch: Launch, outcome: Outcome) -> None:
     """How the disturbed run ended."""
-    trial, ended = launch.trial, launch.wait(LIMIT)
-    if not ended:
+    trial, lost = launch.trial, launch.trial.fault == "lose link"
+    if not (launch.wait_for_ranks(LIMIT) if lost else launch.wait(LIMIT)):
         outcome.faults.append(f"it did not end within {LIMIT:.0f} s of its fault")
         return
     deadline = time.monotonic() + 20.0  # ranks notice that their agent is gone
-    while launch.processes() and time.monotonic() < deadline:
+    while launch.processes(ranks=lost) and time.monotonic() < deadline:
         time.sleep(0.2)
-    if left := launch.processes():
+    if left := launch.processes(ranks=lost):
         outcome.faults.append(f"processes {left} are left behind")
     outcome.finished = (launch.folder / "values.pt").exists()
     if not outcome.finished and trial.fault in MUST_FINISH:

@@ -16,7 +16,7 @@ def watch(**known) -> mock.Mock:
     """A watch whose other parts answer as is said: nobody has failed, gone or gone silent, and no hang is known."""
     heartbeats = mock.Mock(spec=Heartbeats, interval=BEAT)
     heartbeats.gone.return_value, heartbeats.silent.return_value = known.pop("gone", []), known.pop("silent", [])
-    actual = mock.Mock(spec=Watch, _limit=LIMIT, _heartbeats=heartbeats)
+    actual = mock.Mock(spec=Watch, _limit=LIMIT, _heartbeats=heartbeats, _ended=mock.Mock())
     answers = {"_reported": None, "_hung": None, "_doubt": None, **known}
     for name, answer in answers.items():
         getattr(actual, name).return_value = answer
@@ -51,3 +51,32 @@ def test_others_are_asked_shortly_before_the_backend_gives_up_and_once(waited, k
     stored = watch(**known)
     Watch._reason(stored, waited, {})
     assert stored._inquire.called == asks
+
+
+class Stopped(Exception):
+    pass
+
+
+def outlived(places):
+    """What a watch without a store does while the main thread is at these places, one a second."""
+    left = iter(places)
+    stored = watch()
+    stored._ended.wait.side_effect = lambda seconds: False
+    stored._waiting.side_effect = lambda: next(left)
+    stored._stop.side_effect = Stopped
+    with (
+        mock.patch("shardwright.runtime.faults.watch.time.monotonic", side_effect=map(float, range(10_000))),
+        mock.patch("shardwright.runtime.faults.watch.dist.is_initialized", return_value=True),
+    ):
+        Watch._outlive_store(stored, "the store does not answer")
+
+
+def test_a_wait_without_a_store_ends_after_the_timeout():
+    with pytest.raises(Stopped):
+        outlived(["gather"] * int(LIMIT + GRACE + 3))
+
+
+@pytest.mark.parametrize("places", [["gather"] * int(LIMIT), ["gather", None] * 200, ["gather", "scatter"] * 200])
+def test_who_does_not_wait_for_that_long_goes_on_without_a_store(places):
+    with pytest.raises(StopIteration):
+        outlived(places)

@@ -234,8 +234,22 @@ class Watch(AbstractContextManager[None]):
                 known = (known or now) if reason else 0.0
                 if reason and now - known >= GRACE and here == self._waiting():
                     self._stop(reason)
-            except LostStoreError:
-                return  # the run is over, or collectives fail by themselves
+            except LostStoreError as error:
+                self._outlive_store(str(error))
+                return
+
+    def _outlive_store(self, reason: str) -> None:
+        """Nobody can be asked any more: end a wait that takes longer than the timeout.
+
+        Collectives of a step fail by themselves, those of a save may wait for hours. If the run is over, nobody waits.
+        """
+        place, since = None, 0.0
+        while not self._ended.wait(self._heartbeats.interval) and dist.is_initialized():
+            now, here = time.monotonic(), self._waiting()
+            if here is None or here != place:
+                place, since = here, now
+            elif now - since > self._limit + GRACE:
+                self._stop(reason)
 
     def _reason(self, waited: float, beats: Beats) -> str | None:
         """Why the main thread, which has waited this long, will wait forever."""
