@@ -21,8 +21,8 @@ LIMIT = 120.0  # seconds for a rank to end: the timeout, and what this machine t
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     try:
-        with made_nodes(2) as made:
-            yield made
+        with made_nodes(2) as pair:
+            yield pair
     except UnavailableError as error:
         pytest.skip(str(error))
 
