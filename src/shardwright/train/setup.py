@@ -120,6 +120,15 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
 
+def plan_line(plan: Plan, path: Path | None) -> str:
+    """What was planned and where it lies, in a line."""
+    entry = next(iter(plan.entries))
+    seconds = plan.predicted.get(entry, {}).get("seconds")
+    parts = [f"plan: {plan.policy or 'custom'}", f"mesh {plan.mesh}" if plan.mesh.axes else "one device"]
+    parts += [f"predicted {seconds:.3g} s/step"] if seconds is not None else []
+    return ", ".join(parts) + ("" if path is None else f": {path}")
+
+
 def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:
     """A meter with the model's flops, and the devices' peak if the catalogue has the device."""
     world, plan = trainer.world, compiled.model.plan

@@ -56,6 +56,7 @@ from .setup import (
     described,
     meter_of,
     needs_ranks,
+    plan_line,
     seed_everything,
 )
 from .trainer_state import NAME, TrainerState, load_run
@@ -161,6 +162,7 @@ class Trainer:
         self._compiled = False
         self._folder: CheckpointFolder | None = None
         self._saved_step = -1
+        self._marks_start = False  # whether the first step is still to be marked in the folder, by this rank
 
     def _check(self) -> None:
         faults = []
@@ -246,6 +248,10 @@ class Trainer:
             logger.say(text)
 
     def advance(self, step: int) -> None:
+        """A step is done."""
+        if self._marks_start:
+            self.run.mark_started()
+            self._marks_start = False
         for logger in self._active:
             logger.progress(step)
 
@@ -276,6 +282,7 @@ class Trainer:
                 metrics=self.last_val if self.progress.val_step == step else None,
             )  # fmt: skip
         self._saved_step = step
+        self.say(f"checkpoint: step {step} in {self._folder.path}" + ", written beside training" * kept.background)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is still being written."""
@@ -301,6 +308,7 @@ class Trainer:
             return
         self.world = start(self.compile_options.timeout)
         seed_everything(self.seed)
+        self.say(f"compiling for {self.world.size} rank{'s' if self.world.size > 1 else ''}, plan {self.plan}")
         compiled = compile_model(self)
         self.model, self.optimizer, self.meter = compiled.model, compiled.optimizer, meter_of(self, compiled)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
@@ -330,6 +338,8 @@ class Trainer:
         def find() -> Path | None:
             if not meeting.first:
                 return None
+            for logger in self.loggers:
+                logger.check()
             if write:
                 self.run.own()
             if self.resume is not None:
@@ -356,6 +366,7 @@ class Trainer:
                 mode=kept.mode,
             )  # fmt: skip
             self._saved_step = self.progress.step if path and path.parent == self.run.checkpoints else -1
+        self.say(plan_line(self.model.plan, self.run.path / "plan.json" if write else None))
         if path is not None:
             self.say(f"going on from {path}, step {self.progress.step}")
         elif self.resume is not None:
@@ -370,6 +381,7 @@ class Trainer:
             self.run.begin()
             self.run.write_config(self.config, step)
             self.run.write_plan(self.model.plan.to_json(), step)
+            self._marks_start = True
         analysis = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
                          steps=self.last_step if write else None)  # fmt: skip
         for logger in self.loggers:
