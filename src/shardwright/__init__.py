@@ -92,5 +92,9 @@ class _Facade(ModuleType):
         if not (name in _MODULE_OF and isinstance(value, ModuleType)):  # what an import of a submodule sets
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as cloudpickle sends any other module that a function refers to."""
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Facade

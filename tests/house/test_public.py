@@ -4,6 +4,8 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+import cloudpickle
+
 import shardwright
 
 PUBLIC = (
@@ -30,5 +32,6 @@ def test_nothing_is_imported_before_it_is_used():
         "assert all(callable(value) for value in (sw.plan, sw.verify, sw.loader, rehearse)); "
         "assert sw.errors.PlanError; assert not hasattr(sw, 'trainer')"
     )
+    assert cloudpickle.loads(cloudpickle.dumps(lambda: shardwright))() is shardwright  # as sw.launch sends it
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", program], check=True)
     assert shardwright.__version__ == version("shardwright")
