@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PROCESSES ?= 2
-PLAN ?= dp=2
+PLAN ?= zero3=2
 
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1

@@ -40,14 +40,14 @@ def run_verify(options: Namespace, console: Console) -> int:
     with working("running the original and the program"):
         report = verify(
             module, options.plan, example=example, dtype=dtype, precision=options.precision, steps=options.steps,
-            optimizer=options.optimizer, tolerance=options.tolerance, size=size, method="threads",
+            optimizer=options.optimizer, tolerance=options.tolerance, ranks=size, method="threads",
             entries=("train", "eval") if options.eval else ("train",), compile=CompileOptions(opaque=options.opaque),
             pipeline=PipelineOptions(microbatches=options.microbatches),
         )  # fmt: skip
     console.print(report)
     if not report.passed and options.trace:
         plan = options.plan or report.worst.plan or "auto"
-        difference = first_difference(module, plan, example=example, dtype=dtype or torch.float64, size=size)
+        difference = first_difference(module, plan, example=example, dtype=dtype or torch.float64, ranks=size)
         console.print("the first difference: " if difference else "", end="")
         console.print(str(difference) if difference else AGREES, highlight=False, markup=False)
     return 0 if report.passed else 1

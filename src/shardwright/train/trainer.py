@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from ..checkpoint import CheckpointFolder, load_weights
 from ..checkpoint.ranks import checkpoint_ranks
 from ..data import Loader
 from ..errors import InputError, raise_all
-from ..options import CompileOptions, PipelineOptions, expect_only, read_options, refuse_moved
+from ..options import CompileOptions, PipelineOptions, read_options, refuse_moved
 from ..plan import Plan
 from ..plan.request import read_source
 from ..precision import read_precision
@@ -58,6 +57,7 @@ from .setup import (
     needs_ranks,
     plan_line,
     seed_everything,
+    with_usual,
 )
 from .trainer_state import NAME, TrainerState, load_run
 
@@ -131,7 +131,7 @@ class Trainer:
         self.validation = read_options(ValidationOptions, validation)
         self.logging = read_options(LoggingOptions, logging)
         self.pipeline = read_options(PipelineOptions, pipeline)
-        self.compile_options = _with_usual(read_options(CompileOptions, compile))
+        self.compile_options = with_usual(read_options(CompileOptions, compile))
         self.max_steps, self.max_epochs = max_steps, max_epochs
         self.plan, self.cluster, self.memory, self.constraints = plan, cluster, memory, constraints
         self.precision, self.seed = precision, seed
@@ -163,6 +163,10 @@ class Trainer:
         self._folder: CheckpointFolder | None = None
         self._saved_step = -1
         self._marks_start = False  # whether the first step is still to be marked in the folder, by this rank
+
+    def __repr__(self) -> str:
+        step, last = self.progress.step, self.max_steps or f"{self.max_epochs} epochs"
+        return f"Trainer(plan {self.plan}, step {step} of {last}, in {self.run.path})"
 
     def _check(self) -> None:
         faults = []
@@ -388,10 +392,3 @@ class Trainer:
             if write or isinstance(logger, ConsoleLogger):
                 logger.start(analysis)
                 self._active.append(logger)
-
-
-def _with_usual(options: CompileOptions) -> CompileOptions:
-    """What a run compiles with: only numbers leave the model, unless somebody says otherwise."""
-    why = "a run has a folder of its own, and trains a whole model"
-    expect_only(options, ("outputs", "unbatched", "opaque", "batch_norm", "timeout"), "a Trainer", why)
-    return replace(options, outputs=options.outputs or "scalars")
