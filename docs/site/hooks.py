@@ -57,7 +57,7 @@ def signature(shown: str, target: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
             words.append("*")
             keyword = True
-        words.append(re.sub(r"'| at 0x[0-9a-f]+", "", str(parameter)))
+        words.append(re.sub(r": '([^']*)'(?= =|$)| at 0x[0-9a-f]+", r": \1", str(parameter)))
     line = f"{shown}({', '.join(words)})"
     return line if len(line) <= WIDTH else f"{shown}(\n" + "".join(f"    {word},\n" for word in words) + ")"
 
