@@ -26,7 +26,7 @@ from shardwright.errors import RankError, ShardwrightError
 from .. import world
 
 FULL = "SHARDWRIGHT_TRACEBACK=full shows the frames that are left out"
-_INTERNAL = tuple(os.path.dirname(module.__file__) + os.sep for module in (shardwright.errors, torch))
+_INTERNAL = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (shardwright.errors, torch))
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 
