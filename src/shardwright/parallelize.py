@@ -219,6 +219,12 @@ def plan(
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
+    _check(inputs, accumulate, "mean")
+    if cluster in ("auto", "catalogue"):
+        raise InputError(
+            f"cluster={cluster!r} is the machine of a run, and sw.plan runs nothing; pass a name such as "
+            '"8xA100-80GB", the path of a cluster file, or a number of CPU processes'
+        )
     model, source = unwrapped(model), read_source(plan)
     count = cluster if isinstance(cluster, int) else cluster_size(cluster, source)
     microbatches, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
