@@ -6,18 +6,22 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PROCESSES ?= 2
-PLAN ?= dp=2
+PLAN ?= zero3=2
 
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench coverage ops mutants faults fuzz node-faults lint install clean
+.PHONY: demo test docs bench coverage ops mutants faults fuzz node-faults lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
 
 test: lint
 	$(BIN)/python -m tests.side_by_side
+
+# The documentation as a site, in site/; open site/index.html.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(READY)
 	$(BIN)/python -m bench.run
@@ -60,4 +64,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,16 +1,18 @@
 """Train a character GPT on Paradise Lost, on as many processes as torchrun starts.
 
-    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --plan dp=2
+    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --plan zero3=2
 
 `train` is the loop of a single-device script. The only line that makes it parallel is
 `sw.parallelize` in `main`. At the end rank 0 trains the first steps again with the same
-loop on one device, and compares.
+loop on one device, and compares losses, parameters, memory and speed.
 """
 
 import argparse
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 from rich.console import Console
@@ -66,28 +68,37 @@ def main() -> None:
     console.print(sw.explain(model.plan))
 
     losses: list[float] = []
+    ends = [time.perf_counter()]  # of the steps
     early: dict[str, Tensor] = {}  # the parameters after the steps that are compared
     with progress_bar(console) as progress:
         task = progress.add_task("training", total=args.steps, loss=float("nan"))
 
         def report(step: int, loss: float) -> None:
             losses.append(loss)
+            ends.append(time.perf_counter())
             if step + 1 == args.compare:
                 early.update({name: value.clone() for name, value in model.full_state_dict().items()})
             progress.update(task, advance=1, loss=loss)
 
         train(model, optimizer, batches(args.steps), report)
     console.print(loss_table(losses))
-    final = model.full_state_dict()
+    final, rank_bytes = model.full_state_dict(), stored(model, optimizer)
     console.print(f"generated code: {model.generated}", soft_wrap=True)
 
     if console.quiet:
         return
     single, single_optimizer = build(args, len(text.alphabet), device)
     expected: list[float] = []
+    single_ends = [time.perf_counter()]
+
+    def report_single(step: int, loss: float) -> None:
+        expected.append(loss)
+        single_ends.append(time.perf_counter())
+
     with console.status(f"the first {args.compare} steps again, on one device"):
-        train(single, single_optimizer, batches(args.compare), lambda _, loss: expected.append(loss))
+        train(single, single_optimizer, batches(args.compare), report_single)
     console.print(parity_table(losses, expected, early, single.state_dict()))
+    console.print(cost_table(rank_bytes, stored(single, single_optimizer), step_time(ends), step_time(single_ends)))
 
     single.load_state_dict(final)  # the original keys: the plain model takes them
     console.print(Panel(text.decode(sample(single, text, args.seq)), title="a sample of the trained model", width=72))
@@ -134,6 +145,26 @@ def parity_table(
     return table
 
 
+def stored(model: nn.Module, optimizer: Optimizer) -> tuple[int, int]:
+    """Bytes of the parameters and of the optimizer state that this process holds."""
+    state = [value for states in optimizer.state.values() for value in states.values() if isinstance(value, Tensor)]
+    return sum(parameter.nbytes for parameter in model.parameters()), sum(value.nbytes for value in state)
+
+
+def step_time(ends: list[float]) -> float:
+    """The median; the first steps fill caches."""
+    return statistics.median(end - start for start, end in pairwise(ends))
+
+
+def cost_table(rank: tuple[int, int], single: tuple[int, int], step: float, single_step: float) -> Table:
+    table = Table("", "a rank", "one device", "", title="memory and speed")
+    for name, ours, theirs in zip(("parameters", "optimizer state"), rank, single, strict=True):
+        table.add_row(name, f"{ours / 2**20:.2f} MiB", f"{theirs / 2**20:.2f} MiB", f"{ours / theirs:.0%}")
+    speed = f"{single_step / step:.2f} x as fast"
+    table.add_row("a step", f"{1e3 * step:.0f} ms", f"{1e3 * single_step:.0f} ms", speed)
+    return table
+
+
 def progress_bar(console: Console) -> Progress:
     loss = TextColumn("loss {task.fields[loss]:.3f}")
     return Progress(
@@ -151,7 +182,7 @@ def pick_device() -> torch.device:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", default="dp=2", help="for example dp=2, tp=2, sp=2, zero3=2, dp=2,tp=2")
+    parser.add_argument("--plan", default="zero3=2", help="for example dp=2, tp=2, sp=2, zero3=2, dp=2,tp=2")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--compare", type=int, default=20, help="steps that are repeated on one device")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="how far a float32 loss may be from one device's")

@@ -6,6 +6,11 @@ import torch._dynamo
 import torch.distributed  # noqa: F401
 from transformers import BertForPreTraining, GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration  # noqa: F401
 
-import shardwright.lightning  # noqa: F401
+import shardwright
+import shardwright.lightning
+
+for name in shardwright.__all__:
+    getattr(shardwright, name)  # each is imported when it is first used
+
 
 gc.freeze()  # what is imported stays: no collection has to walk it

@@ -1,16 +1,22 @@
 """The commands, as a user types them."""
 
+import inspect
 import json
 import signal
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
 
-from shardwright.cli import main, resize_batch
+from shardwright.cli import main
+from shardwright.cli.arguments import COMMANDS
+from shardwright.cli.models import resize_batch
 from shardwright.cli.progress import SearchProgress
+from shardwright.cli.train_help import GROUPS, settings
 from shardwright.runtime.collectives import comm
+from shardwright.train import Trainer
 
 NET = """
 import torch
@@ -82,7 +88,7 @@ def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
 
 def test_the_cluster_may_be_a_file_or_larger_than_what_is_asked_for(net, tmp_path, capsys):
     (tmp_path / "lab.yaml").write_text(LAB)
-    assert main(["plan", net, "--cluster", "lab.yaml", "--devices", "2"]) == 0
+    assert main(["plan", net, "--cluster", "lab.yaml", "--ranks", "2"]) == 0
     assert "2 devices of lab" in capsys.readouterr().out
     assert main(["plan", net, "--cluster", "lab.yaml", "--plan", "tp=2"]) == 0
     assert "Net under tp=2" in capsys.readouterr().out
@@ -134,7 +140,7 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(net, tmp_path, capsys, monkey
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(
-        "shardwright.cli.SearchProgress", type("Interrupted", (SearchProgress,), {"__call__": interrupted})
+        "shardwright.cli.plans.SearchProgress", type("Interrupted", (SearchProgress,), {"__call__": interrupted})
     )
     before = signal.getsignal(signal.SIGINT)
     assert main(["plan", net, "--cluster", "8xA100-80GB", "--batch", "64", "-o", "plan.json"]) == 0
@@ -146,7 +152,7 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(net, tmp_path, capsys, monkey
 
 
 def test_ctrl_c_before_the_search_or_twice_gives_up(net, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shardwright.cli.planned", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("shardwright.cli.plans.planned", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert main(["plan", net, "--cluster", "8xA100-80GB", "-o", "plan.json"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -155,7 +161,7 @@ def test_ctrl_c_before_the_search_or_twice_gives_up(net, tmp_path, capsys, monke
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("shardwright.cli.planned", twice)
+    monkeypatch.setattr("shardwright.cli.plans.planned", twice)
     assert main(["plan", net, "--cluster", "8xA100-80GB", "-o", "plan.json"]) == 130
     err = capsys.readouterr().err
     assert "stopping with the best plan so far; press Ctrl-C again to abort" in err
@@ -364,7 +370,7 @@ def test_verify_notices_a_pipeline_that_is_wrong(net, capsys, monkeypatch):
             "8 microbatches are more than the batch has samples (4)",
         ),
         (["plan", "--plan", "pp=9"], "9 stages are asked for, and the model can be cut in"),
-        (["plan", "--plan", "pp=2", "--devices", "3"], "--devices 3 does not fit --plan pp=2, which is for 2"),
+        (["plan", "--plan", "pp=2", "--ranks", "3"], "--ranks 3 does not fit --plan pp=2, which is for 2"),
     ],
 )
 def test_pipelines_that_can_not_be_are_refused(net, arguments, message, capsys):
@@ -383,7 +389,7 @@ def test_pipelines_that_can_not_be_are_refused(net, arguments, message, capsys):
         (["plan", "net.py:make_alone", "--plan", "tp=2"], "return (module, example)"),
         (["plan", "net.py:make_nothing", "--plan", "tp=2"], "returns a int"),
         (["plan", "net.py:make_model", "--plan", "qp=2"], "known are dp, tp"),
-        (["plan", "net.py:make_model", "--plan", "tp=2", "--devices", "4"], "--devices 4 does not fit"),
+        (["plan", "net.py:make_model", "--plan", "tp=2", "--ranks", "4"], "--ranks 4 does not fit"),
         (["plan", "net.py:make_model", "--plan", "tp=2", "--batch", "0"], "must be at least 1"),
         (["verify", "net.py:make_model", "--plan", "dp=3"], "batch of 4 does not divide"),
         (["plan", "net.py:make_model", "--cluster", "8xA1000"], "did you mean A100"),
@@ -461,10 +467,64 @@ def test_an_input_without_a_batch_dim_is_not_repeated():
     assert (x.shape, mask.shape) == ((5, 2, 4), (2, 2))
 
 
-def test_the_installed_command_helps():
-    command = [sys.executable, "-m", "shardwright.cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,diff,simulate,compile,verify,rehearse,calibrate,doctor,checkpoint" in done.stdout
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["train", "--help"], ["--version"]], ids=" ".join)
+def test_helps_need_no_torch_and_fit_a_screen(words):
+    """Run as the installed command is; without torch the answer is there in a tenth of a second."""
+    program = f"import sys; from shardwright.cli import main; sys.argv[1:] = {words}\ntry: main()\nfinally: {NO_TORCH}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert 1 <= len(lines) <= 66 and max(map(len, lines)) < 80
+
+
+NO_TORCH = "assert not {'torch', 'jsonargparse', 'rich'} & set(sys.modules)"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_in_80_columns(command, capsys):
+    words = [command, "--help"]
+    if command == "train":
+        assert main(words) == 0
+    else:
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 80
+
+
+def test_a_group_of_settings_is_explained(capsys):
+    assert main(["train", "--help", "optimization"]) == 0
+    out = capsys.readouterr().out
+    assert "  clip_norm         the largest norm of all gradients together" in out
+    assert max(map(len, out.splitlines())) < 80
+    assert main(["train", "--help", "seed"]) == 0
+    assert "everything that is drawn" in capsys.readouterr().out
+    assert main(["train", "--help", "optmization"]) == 2
+    assert "did you mean 'optimization'" in capsys.readouterr().err
+
+
+def test_the_settings_of_train_are_those_of_the_trainer():
+    names = list(inspect.signature(Trainer.__init__).parameters)[1:]
+    assert list(settings()) == names
+    hints = typing.get_type_hints(Trainer.__init__)
+    for name, (_, kind) in GROUPS.items():
+        assert kind in str(hints[name]), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plna"], "there is no 'plna' as COMMAND; did you mean 'plan'?"),
+        (["plan", "net.py:make_model", "--clster", "8xH100"], "no option --clster; did you mean '--cluster'?"),
+        (["plan", "net.py:make_model", "--clust=8xH100"], "no option --clust; did you mean '--cluster'?"),
+        (["verify", "net.py:make_model", "--dtype", "flot64"], "for --dtype; did you mean 'float64'?"),
+        (["checkpoint", "inpect", "run"], "did you mean 'inspect'?"),
+        (["diff", "a.json", "b.json", "c.json"], "too many arguments: c.json"),
+        (["plan"], "required: model"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_right_one(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert message in capsys.readouterr().err
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):

@@ -156,3 +156,23 @@ def test_options_without_effect_at_a_place_are_refused_there(make, words):
 
 def test_the_usual_options_have_an_effect_everywhere():
     expect_only(sw.CompileOptions(), (), "anywhere", "nothing is asked for")
+
+
+def test_a_misspelt_keyword_is_answered_with_the_right_one():
+    with pytest.raises(TypeError, match=r"sw.parallelize takes no examples=; did you mean 'example'\?"):
+        sw.parallelize(torch.nn.Linear(2, 2), examples=1)
+    with pytest.raises(TypeError, match=r"sw.Trainer takes no max_step=; did you mean 'max_steps'\?"):
+        sw.Trainer(model=torch.nn.Linear(2, 2), train_data=[1], max_step=1)
+
+
+@pytest.mark.parametrize(
+    ("passed", "message"),
+    [
+        ({"inputs": "rows"}, "inputs='rows' is not a mode"),
+        ({"cluster": "auto"}, "sw.plan runs nothing; pass a name"),
+        ({"accumulate": 0}, "accumulate=0 makes no sense"),
+    ],
+)
+def test_sw_plan_refuses_what_it_would_not_heed(passed, message):
+    with pytest.raises(InputError, match=message):
+        sw.plan(torch.nn.Linear(2, 2), example=torch.zeros(2, 2), **passed)

@@ -281,7 +281,7 @@ def split_on(name: str, label: str):
 def test_an_own_algorithm_does_its_split(name, label, size, tmp_path):
     torch.manual_seed(0)
     report = sw.verify(
-        Net(), split_on(name, label), example=example(), method="threads", size=size, compile={"directory": tmp_path}
+        Net(), split_on(name, label), example=example(), method="threads", ranks=size, compile={"directory": tmp_path}
     )
     assert report.passed, str(report)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))

@@ -59,6 +59,9 @@ class EMA:
             self._averages = {key: _wide(leaf.detach()).clone() for key, leaf in self._leaves.items()}
         self._swapped = False
 
+    def __repr__(self) -> str:
+        return f"EMA(decay={self.decay}, {len(self._averages)} parameters, {self.updates} updates)"
+
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights as they are into the average. Call it after the optimizer's step."""

@@ -22,7 +22,8 @@ that clash, and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 class ShardwrightError(Exception):
@@ -93,3 +94,9 @@ def raise_all(kind: type[ShardwrightError], title: str, faults: Sequence[str]) -
     """Raise one error that lists every fault, or return if there is none."""
     if faults:
         raise kind("\n".join([title, *(f"  - {fault}" for fault in faults)]))
+
+
+def meant(word: str, words: Iterable[str]) -> str:
+    """The known word that was probably meant, as the end of a sentence; "" if none is near."""
+    near = get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+except ImportError as error:
+    raise ImportError('sw.empty_model needs transformers: pip install "shardwright[hf]"') from error
 
 
 def empty_model(source: str | Path | PreTrainedConfig, kind: Any = AutoModelForCausalLM, **options: Any) -> Any:

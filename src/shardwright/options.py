@@ -8,12 +8,13 @@ itself is refused with its new place (`refuse_moved`): no script may lose an opt
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
-from .errors import InputError
+from .errors import InputError, meant
 
 Backward = Literal["inside", "outside"]
 Opaque = Literal["marked", "auto"]
@@ -163,12 +164,17 @@ Result = TypeVar("Result")
 def refuse_moved(
     where: str, places: Mapping[str, str]
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """A function that names the new place of a keyword that it used to take."""
+    """A function that names the new place of a keyword that it used to take, and the nearest to one it never took."""
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             check_moved(list(kwargs), places, where)
+            strange = [f"{name}={meant(name, known)}" for name in kwargs if name not in known]
+            if strange:
+                raise TypeError(f"{where} takes no {', '.join(strange)}")
             return function(*args, **kwargs)
 
         return call

@@ -73,7 +73,7 @@ def parallelize(
 
     example     arguments of a call: a tuple, a dict of keyword arguments, or (args, kwargs). Without
                 it the model is compiled at its first call.
-    plan        "auto", a plan string such as "dp=2,tp=2", a Plan, the path of a plan file, or a
+    plan        "auto", a plan string such as "dp=2,tp=2" or the same as a dict, a Plan, the path of a plan file, or a
                 function (graph, number of devices) -> Plan.
     cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
                 shardwright calibrate), "auto": the devices of this run, measured once (see docs/clusters.md), or
@@ -221,6 +221,12 @@ def plan(
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
+    _check(inputs, accumulate, "mean")
+    if cluster in ("auto", "catalogue"):
+        raise InputError(
+            f"cluster={cluster!r} is the machine of a run, and sw.plan runs nothing; pass a name such as "
+            '"8xA100-80GB", the path of a cluster file, or a number of CPU processes'
+        )
     model, source = unwrapped(model), read_source(plan)
     count = cluster if isinstance(cluster, int) else cluster_size(cluster, source)
     microbatches, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)

@@ -132,7 +132,7 @@ def test_one_process_measures_ops_alone():
 
 
 def test_calibrate_in_earnest(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shardwright.cli.QUICK", replace(QUICK, each=0.01, longest=0.02, largest=2**20))
+    monkeypatch.setattr("shardwright.cli.calibrate.QUICK", replace(QUICK, each=0.01, longest=0.02, largest=2**20))
     path = tmp_path / "out" / "mine.yaml"
     assert main(["calibrate", "--quick", "--ranks", "2", "-o", str(path)]) == 0
 

@@ -25,6 +25,8 @@ PAGES = [
     "launching.md",
     "lightning.md",
     "methods.md",
+    "eight_gpus.md",
+    "wrong_gradients.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

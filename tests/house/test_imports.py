@@ -88,7 +88,7 @@ def wrong(root: Path) -> list[str]:
     for imported in imports(root):
         if imported.package in ("__init__", "__main__"):  # the facade names what the packages have
             continue
-        inside = imported.of in (None, imported.package)
+        inside = imported.of in (None, imported.package, "__version__")
         if not inside and imported.of not in MAY_IMPORT.get(imported.package, "").split():
             faults.append(str(imported))
         if is_torch(imported.target) and not may_use_torch(imported):

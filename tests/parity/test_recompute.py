@@ -91,14 +91,14 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS)
 def test_recomputed_parts_compute_the_same(parts, plan):
     module, args = gpt(3, dropout=0.1)
-    report = sw.verify(module, recomputing(plan, *PARTS[parts]), example=args, method="threads", size=2, steps=1)
+    report = sw.verify(module, recomputing(plan, *PARTS[parts]), example=args, method="threads", ranks=2, steps=1)
 
     assert report, report
 
 
 def test_a_module_that_is_called_four_times():
     report = sw.verify(
-        Again(), recomputing("dp=2", "block"), example=(torch.randn(2, 4),), method="threads", size=2, steps=1
+        Again(), recomputing("dp=2", "block"), example=(torch.randn(2, 4),), method="threads", ranks=2, steps=1
     )
 
     assert report, report

@@ -423,7 +423,7 @@ def test_constraints_are_for_the_search():
 def test_the_command_line_takes_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wishes.yaml").write_text("- {axis: tp, size: 2}\n- {op: linear, split: n, on: tp}\n")
-    model = ["plan", "tests.plan.test_constraints:make_model", "--devices", "4", "--constraints", "wishes.yaml"]
+    model = ["plan", "tests.plan.test_constraints:make_model", "--ranks", "4", "--constraints", "wishes.yaml"]
     assert main([*model, "-o", "plan.json"]) == 0
     assert "keeps to wishes.yaml, entry 2" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["mesh"]["tp"] == 2

@@ -25,6 +25,13 @@ def my_policy(graph, size):
         ("dp=2,tp=2", PolicyRequest, 4, "dp=2,tp=2"),
         ("pp=1+3,dp", PolicyRequest, 4, "pp=1+3,dp"),
         ("single", PolicyRequest, 1, "single"),
+        ({"dp": 2, "tp": 2}, PolicyRequest, 4, "dp=2,tp=2"),
+        (
+            {"pp": 2, "zero3": 2, "schedule": "zb", "recompute": True, "chunked_loss": False},
+            PolicyRequest,
+            4,
+            "pp=2,zero3=2,zb,recompute",
+        ),
         (my_policy, type(my_policy), None, "my_policy"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_pipeline_prints_as_it_can_be_read(text):
         ("pp=1+3,dp=3", "has stages of 1, 3 devices; say how each uses them with one policy without a number"),
         ("pp=1+3,dp,tp=2", "has unequal stages; give them one policy without a number, as in pp=1+3,dp"),
         ("pp=1+3,dp,tp", "gives unequal stages dp and tp; they take one policy"),
-        ("pp=2,zbx", "asks for 'zbx'; known are dp, tp"),
+        ("pp=2,zbx", "asks for 'zbx'; did you mean 'zb'; known are dp, tp"),
     ],
 )
 def test_a_pipeline_that_makes_no_sense_is_refused(text, message):
@@ -142,3 +142,26 @@ def test_a_pipeline_that_makes_no_sense_is_refused(text, message):
 def test_stages_count_for_the_number_of_processes():
     with pytest.raises(PlanError, match=r"for 4 devices, but there are 2 processes; start 4 .*--nproc-per-node=4"):
         parse_plan_string("pp=1+3,dp").check_size(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp=4", "that is 'dp' here: 'dp=4'"),
+        ("fsdp=8", "that is 'zero3' here: 'zero3=8'"),
+        ("FSDP2=8", "that is 'zero3' here: 'zero3=8'"),
+        ("DP=2", "that is 'dp' here: 'dp=2'"),
+        ("zero=3", "the stage is a part of the word, and the number that of ranks: 'zero3=8'"),
+        ("hsdp=8", "two axes here: 'dp=2,zero3=4'"),
+        ("dp=2,checkpointing", "that is 'recompute' here: 'recompute'"),
+        ("tp2", "did you mean 'tp=2'"),
+        ("zero3x8", "did you mean 'zero3=8'"),
+        ("zeor3=8", "did you mean 'zero3'"),
+        ("auto,recompute", "auto decides everything and stands alone"),
+    ],
+)
+def test_a_word_of_another_library_is_answered_with_ours(text, message):
+    with pytest.raises(PlanError) as error:
+        parse_plan_string(text)
+
+    assert message in str(error.value)

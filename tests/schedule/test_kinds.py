@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cli.simulate import simulate_parser
 from shardwright.errors import ScheduleError
 from shardwright.plan import strings
 from shardwright.schedule import (
@@ -22,6 +21,7 @@ from shardwright.schedule import (
     one_f_one_b,
     register_schedule,
     schedule_kind,
+    schedule_names,
     searched_kinds,
     simulate,
     spread,
@@ -88,7 +88,7 @@ def test_a_schedule_is_known_everywhere_by_one_definition(monkeypatch):
 
     kind = strings.parse_plan_string("pp=4,mine").schedule
     assert kind.stages_per_rank == 1 and kind.fill == 1 and not kind.splits_backward
-    assert kind in searched_kinds() and "mine" in simulate_parser().format_help()
+    assert kind in searched_kinds() and "mine" in schedule_names()
     assert kind.in_flight(4, 8) == KINDS["1f1b"].in_flight(4, 8)
 
 

@@ -90,7 +90,7 @@ def send(name):
     return lambda trainer: os.kill(os.getpid(), getattr(signal, name))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_saves_and_ends_and_the_run_goes_on_later(tmp_path, name):
     wanted, values = by_hand(2)
     before = signal.getsignal(getattr(signal, name))
@@ -111,9 +111,19 @@ def test_a_second_sigterm_is_at_once_but_not_a_double_of_the_first(monkeypatch):
         stop_signals._come(signal.SIGTERM, None)
         stop_signals._come(signal.SIGTERM, None)
         assert stop_signals.received == "SIGTERM" and not ended
-        stop_signals._when -= signals.PAUSE + 1
+        stop_signals._when -= signals.PAUSES[signal.SIGTERM] + 1
         stop_signals._come(signal.SIGTERM, None)
         assert ended == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_a_second_ctrl_c_aborts_in_the_middle_of_a_step():
+    with signals.StopSignals() as stop_signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # as when a terminal and a launcher both send it
+        assert stop_signals.received == "SIGINT"
+        stop_signals._when -= signals.PAUSES[signal.SIGINT] + 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def loop(rank, folder):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import sys
 import types
 from pathlib import Path
@@ -103,13 +104,28 @@ def test_the_console_says_a_line_a_step_where_there_is_no_terminal(tmp_path):
     logger = ConsoleLogger(Console(file=text, width=200))
     trainer(tmp_path, max_steps=2, loggers=[logger], val_data=rows(4)).fit()
     lines = text.getvalue().splitlines()
-    assert lines[0].startswith("step 1 of 2  loss ")
-    assert "rows/s" in lines[0] and "MFU" in lines[0] and "GiB" in lines[0]
+    assert lines[0] == "compiling for 1 rank, plan single"
+    assert lines[1].startswith("plan: single, one device") and lines[1].endswith("plan.json")
+    assert lines[2].startswith("step 1 of 2  loss ")
+    assert "rows/s" in lines[2] and "MFU" in lines[2] and "GiB" in lines[2]
+    assert any(line.startswith("checkpoint: step 2 in ") for line in lines)
     assert any(line.startswith("step 2 of 2  val_loss ") for line in lines)
 
 
-def test_the_console_shows_a_bar_on_a_terminal(tmp_path):
+def test_the_bar_of_a_terminal_stays_below_the_lines(tmp_path):
     text = io.StringIO()
-    logger = ConsoleLogger(Console(file=text, width=120, force_terminal=True))
+    logger = ConsoleLogger(Console(file=text, width=80, force_terminal=True, color_system=None))
     trainer(tmp_path, max_steps=2, loggers=[logger]).fit()
-    assert "2/2" in text.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
+    lines = [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
+    bars = [line for line in lines if "━" in line]
+    assert "2/2" in bars[-1] and "left" in bars[-1] and "s/step" in bars[-1]
+    assert any(line.startswith("step 2 of 2  loss ") for line in lines)
+    assert all(len(line) <= 80 for line in lines if line.startswith("step") or "━" in line)
+
+
+def test_a_missing_package_is_noticed_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="pip install wandb"):
+        trainer(tmp_path, plan="no plan at all", max_steps=1, loggers=[WandbLogger()]).fit()
+    trainer(tmp_path, max_steps=1).fit()  # and the folder is free

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from shardwright.checkpoint import load_weights
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CaptureError, CheckpointError, InputError
 from shardwright.train import Profile
 from shardwright.train.meters import Meter
 from shardwright.train.run import RunFolder
@@ -19,7 +19,7 @@ from .runs import Net, losses, net, rows, trainer
 def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
     trainer(tmp_path, max_steps=1).fit()
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.yaml", "plan.json", "generated", "checkpoints", "finished", ".lock"}
+    assert names == {"config.yaml", "plan.json", "generated", "checkpoints", "started", "finished", ".lock"}
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert (config["model"], config["seed"], config["plan"]) == ("tests.train.runs.Net", 4, "single")
     assert config["train_data"] == "22 of tuple"
@@ -31,9 +31,27 @@ def test_a_folder_with_a_run_is_not_written_to(tmp_path):
         trainer(tmp_path, max_steps=1, plan="no plan at all").fit()  # before anything is compiled
 
 
+class Broken(Net):
+    def forward(self, x):
+        raise ValueError("a fault of the model")
+
+
+def test_a_run_that_failed_before_its_first_step_does_not_block_the_next(tmp_path):
+    with pytest.raises(CaptureError):
+        trainer(tmp_path, model=Broken(), max_steps=1).fit()
+    RunFolder(tmp_path / "run").write_config("seed: 7\n", 0)  # as if it had failed later, in its first batch
+    RunFolder(tmp_path / "run").write_plan("{}", 0)
+
+    trainer(tmp_path, max_steps=1).fit()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.yaml", "plan.json"} <= names and not {name for name in names if "-" in name}
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["seed"] == 4
+
+
 def test_a_folder_whose_run_was_killed_before_it_was_saved_is_not_written_to(tmp_path):
     RunFolder(tmp_path / "run").begin()
     RunFolder(tmp_path / "run").write_config("seed: 1\n", 0)
+    RunFolder(tmp_path / "run").mark_started()
     with pytest.raises(InputError, match="no checkpoint to resume from"):
         trainer(tmp_path, max_steps=1).fit()
 

@@ -62,7 +62,7 @@ def test_what_a_model_can_not_do_is_said():
 def test_one_rank_is_not_searched_for():
     module, args, kwargs = ZOO["mlp"]()
 
-    with pytest.raises(InputError, match="size=2"):
+    with pytest.raises(InputError, match="ranks=2"):
         verify(module, "auto", example=(args, kwargs))
 
 
@@ -249,7 +249,7 @@ def test_what_makes_no_sense_is_refused():
         verify(module, "tp=2", example=(args, kwargs), optimizer="adam")
     with pytest.raises(InputError, match="meta"):
         verify(copy.deepcopy(module).to("meta"), "tp=2", example=(args, kwargs))
-    with pytest.raises(InputError, match="size=2"):
+    with pytest.raises(InputError, match="ranks=2"):
         verify(module, lambda graph, world: None, example=(args, kwargs))
 
 

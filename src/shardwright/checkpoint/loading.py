@@ -7,7 +7,7 @@ one of the ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ class Loaded:
     path: Path
     step: int | None
     data: Any
-    extra: Mapping[str, Any]  # values saved by name that were not loaded into an object
+    extra: Mapping[str, Any] = field(repr=False)  # values saved by name that were not loaded into an object
     metrics: Mapping[str, float]
-    plans: Mapping[str, str]  # by the path of the compiled part; "" is the model
+    plans: Mapping[str, str] = field(repr=False)  # by the path of the compiled part; "" is the model
     versions: Mapping[str, str]
     world: int
 

@@ -49,6 +49,9 @@ class PendingSave:
         self._thread = thread
         self._error: Exception | None = None
 
+    def __repr__(self) -> str:
+        return f"PendingSave({str(self.path)!r}, {'done' if self.done else 'being written'})"
+
     @property
     def done(self) -> bool:
         """Whether writing has ended."""

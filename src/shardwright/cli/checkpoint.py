@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint import Opened, checkpoint_at, checkpoints_in, convert, open_checkpoint, verify
 from ..errors import CheckpointError, InputError
-
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-
-
-def add_checkpoint(above: Any) -> None:
-    """Add the command and its actions. jsonargparse wants the outer parser first."""
-    parser = ArgumentParser(description="Inspect and verify checkpoints, and convert them to safetensors and back.")
-    above.add_subcommand("checkpoint", parser, help="inspect, verify and convert checkpoints")
-    commands = parser.add_subcommands(dest="action")
-    shown = ArgumentParser(description="Show the contents of a checkpoint, or of the latest in a folder.")
-    shown.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
-    shown.add_argument("--full", action="store_true", help="show optimizer state and all other tensors too")
-    commands.add_subcommand("inspect", shown, help="show the contents of a checkpoint")
-
-    turned = ArgumentParser(
-        description="Write the weights of a checkpoint as one safetensors file or a Hugging Face folder, or make a "
-        "checkpoint from such weights."
-    )
-    turned.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a Hugging Face folder")
-    turned.add_argument("--to", type=Path, required=True, help="x.safetensors for a single file, else a folder")
-    turned.add_argument(
-        "--form", choices=["file", "hf", "checkpoint"], help="format to write; default: chosen by the input and --to"
-    )
-    turned.add_argument("--dtype", choices=list(DTYPES), help="dtype of the weights; default: unchanged")
-    turned.add_argument("--shard-gb", type=float, default=5.0, help="maximum size of a file of a Hugging Face folder")
-    turned.add_argument("--config", type=Path, help="a Hugging Face folder to copy config and tokenizer from")
-    commands.add_subcommand("convert", turned, help="convert to safetensors or back")
-
-    checked = ArgumentParser(description="Read every byte of a checkpoint and compare it with its digests.")
-    checked.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints to verify all of")
-    commands.add_subcommand("verify", checked, help="check that a checkpoint is complete and undamaged")
+from .progress import working
 
 
 def run_checkpoint(options: Namespace, console: Console) -> int:
-    return _ACTIONS[options.action](options[options.action], console)
+    return _ACTIONS[options.action](options, console)
 
 
 def run_inspect(options: Namespace, console: Console) -> int:
@@ -61,11 +31,12 @@ def run_inspect(options: Namespace, console: Console) -> int:
 def run_convert(options: Namespace, console: Console) -> int:
     if options.shard_gb <= 0:
         raise InputError(f"--shard-gb {options.shard_gb} must be positive")
-    form = convert(
-        options.path, options.to, form=options.form, dtype=DTYPES.get(options.dtype),
-        shard_size=int(options.shard_gb * 10**9),
-        config=options.config,
-    )  # fmt: skip
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    with working("converting"):
+        form = convert(
+            options.path, options.to, form=options.form, dtype=dtype, shard_size=int(options.shard_gb * 10**9),
+            config=options.config,
+        )  # fmt: skip
     description = {"file": "a safetensors file", "hf": "a Hugging Face folder", "checkpoint": "a checkpoint"}[form]
     console.print(f"written to {options.to}, {description}", highlight=False, soft_wrap=True)
     return 0
@@ -78,7 +49,8 @@ def run_verify_checkpoint(options: Namespace, console: Console) -> int:
     faults = 0
     for path in several or [_find_checkpoint(options.path)]:
         try:
-            manifest = verify(path)
+            with working(f"reading {path}"):
+                manifest = verify(path)
         except CheckpointError as error:
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             faults += 1

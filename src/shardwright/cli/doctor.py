@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from ..doctor import ALL, QUICK, Diagnosis, as_json, as_text, check_plans, look_up
@@ -12,18 +12,6 @@ from ..doctor.report import line_of
 from ..errors import InputError
 from ..runtime import accelerator
 from ..runtime.world import refuse_inside
-
-
-def doctor_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Look this machine up, and check a plan of each kind on ranks started here: parity with one "
-        "device, and the time of a step. The output can be pasted into an issue. Exit code 1: a plan failed."
-    )
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and no times")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start for each check; default: 2")
-    parser.add_argument("--device", help='of which each rank takes one, such as "cpu"; default: the accelerator')
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    return parser
 
 
 def run_doctor(options: Namespace, console: Console) -> int:

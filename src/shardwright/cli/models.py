@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from ..batch_dim import find_batch_dim
 from ..errors import InputError, ShardwrightError
 from ..formats import Faults, anything, either, listing, nothing, raise_faults, read_json, record, show
 from ..formats import text as text_schema
-from ..verify.parity import arguments_of
+from ..parallelize import cluster_size
+from ..plan.request import read_source
+from ..verify.parity import arguments_of, ranks_of
+from .arguments import MODEL
 
-MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -164,3 +167,14 @@ def check_memory(module: nn.Module, name: str) -> None:
             f"{name} has {size / 2**30:.1f} GiB of parameters, and this machine has {room / 2**30:.1f} GiB of memory; "
             "plan and explain need none"
         )
+
+
+def count_devices(options: Namespace) -> int:
+    """The number of ranks: the plan's, that of --ranks, or all of the cluster."""
+    if options.plan != "auto":
+        ranks = ranks_of(read_source(options.plan))
+        if options.ranks is not None and options.ranks != ranks:
+            raise InputError(f"--ranks {options.ranks} does not fit --plan {options.plan}, which is for {ranks}")
+        return ranks
+    named = getattr(options, "cluster", None)
+    return options.ranks or (cluster_size(named, read_source("auto")) if named is not None else 1)

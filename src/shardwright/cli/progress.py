@@ -1,4 +1,4 @@
-"""Progress of a search on the command line; Ctrl-C takes the best plan so far."""
+"""Progress on the command line; Ctrl-C ends a search with the best plan so far."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from rich.console import Console
 from rich.status import Status
 
 from ..report.text import format_time
+
+
+def working(what: str) -> Status:
+    """Within this, a terminal shows what is being done. On standard error, so that output can be piped."""
+    return Status(what, console=Console(stderr=True))
 
 
 class SearchProgress:

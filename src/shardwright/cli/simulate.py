@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser, Namespace
+from argparse import Namespace
+
 from rich.console import Console
 
 from ..errors import InputError
-from ..schedule import USUAL, StageEdge, StageTimes, check, draw_run, in_flight, schedule_kind, schedule_names, simulate
-
-
-def simulate_parser() -> ArgumentParser:
-    parser = ArgumentParser(description="Draw a pipeline schedule, its bubble, and the microbatches in flight.")
-    parser.add_argument("--schedule", default=USUAL.name, help=schedule_names())
-    parser.add_argument("--stages", type=int, default=4, help="number of stages")
-    parser.add_argument("--microbatches", type=int, default=8, help="number of microbatches")
-    parser.add_argument("--forward", type=float, default=1.0, help="forward time of a stage, per microbatch")
-    parser.add_argument("--backward", type=float, default=1.0, help="backward time, without weight gradients")
-    parser.add_argument("--weight", type=float, default=1.0, help="time of the weight gradients")
-    parser.add_argument("--link", type=float, default=0.0, help="time to send an activation to the next stage")
-    parser.add_argument("--width", type=int, default=120, help="width of the picture in characters")
-    return parser
+from ..schedule import StageEdge, StageTimes, check, draw_run, in_flight, schedule_kind, simulate
 
 
 def run_simulate(options: Namespace, console: Console) -> int:
@@ -35,7 +23,7 @@ def run_simulate(options: Namespace, console: Console) -> int:
     edges = [StageEdge(at, at + 1, options.link, options.link) for at in range(schedule.stages - 1)]
     check(schedule, edges)
     run = simulate(schedule, [times] * schedule.stages, edges)
-    console.print(draw_run(run, options.width), highlight=False, markup=False, soft_wrap=True)
+    console.print(draw_run(run, options.width or console.width), highlight=False, markup=False, soft_wrap=True)
     kept = max(in_flight(schedule)) * share
     console.print(
         f"{run.total:g} in all; bubble {100 * run.bubble:.1f} %; at most {kept:g} microbatches in flight on a device",

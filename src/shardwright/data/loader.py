@@ -66,6 +66,9 @@ class Loader:
             raise InputError("persistent_workers=True: persistent workers don't learn of a new epoch to seed by")
         self._draw_apart()
 
+    def __repr__(self) -> str:
+        return f"Loader({type(self.data).__name__}, epoch {self.epoch}, after {self.row} samples)"
+
     def _draw_apart(self) -> None:
         """Use a separate generator: resuming must not advance torch's a second time."""
         self._drawn = torch.Generator()

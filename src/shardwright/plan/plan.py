@@ -60,7 +60,7 @@ class PlanStage:
         return {path: path in entries for name in (*names, *self.recompute) for path in (*prefixes(name), name)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """Everything that was decided for a model on a cluster."""
 
@@ -79,6 +79,15 @@ class Plan:
     predicted: Mapping[str, Any] = field(default_factory=dict)
     made_for: Cluster | None = field(default=None, compare=False, repr=False)  # prices reshards; not in the file
     as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
+
+    def __repr__(self) -> str:
+        parts = [f"{self.policy or 'custom'} for {self.model}", f"{self.size} device{'s' if self.size > 1 else ''}"]
+        parts += [f"mesh {self.mesh}"] if self.mesh.axes else []
+        parts += [f"{len(self.stages)} stages"] if len(self.stages) > 1 else []
+        parts += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        seconds = next((entry["seconds"] for entry in self.predicted.values() if "seconds" in entry), None)
+        parts += [f"predicted {seconds:.3g} s/step"] if seconds is not None else []
+        return f"Plan({', '.join(parts)})"
 
     @property
     def stages(self) -> tuple[PlanStage, ...]:

@@ -1,7 +1,7 @@
 """`PlanRequest`: what the user asked for, parsed once at the border.
 
     "auto"                              AutoPlan
-    "dp=2,tp=2"                         PolicyRequest
+    "dp=2,tp=2", {"dp": 2, "tp": 2}     PolicyRequest
     "plan.json", Path("plan.json")      PlanFile
     a Plan                              itself
     a function (graph, devices)         itself
@@ -27,10 +27,10 @@ from ..ir import Graph
 from .file import load, validated
 from .plan import Plan
 from .search_options import SearchOptions
-from .strings import PolicyRequest, parse_plan_string
+from .strings import AUTO, PolicyRequest, parse_plan_string, plan_text
 
 PolicyFunction = Callable[[Graph, int], Plan]
-PlanLike = str | Path | Plan | PolicyFunction
+PlanLike = str | Path | Plan | Mapping[str, Any] | PolicyFunction
 """What a user may pass as `plan=`."""
 
 
@@ -102,8 +102,10 @@ def read_source(plan: PlanLike) -> PlanSource:
     """Parse what was passed as `plan=`."""
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         return PlanFile(path=Path(plan))
+    if isinstance(plan, Mapping):
+        plan = plan_text(plan)
     if isinstance(plan, str):
-        return AutoPlan() if plan == "auto" else parse_plan_string(plan)
+        return AutoPlan() if plan == AUTO else parse_plan_string(plan)
     if not isinstance(plan, Plan) and not callable(plan):
         raise PlanError(
             f'the plan is a {type(plan).__name__}; pass "auto", a plan string such as "dp=2,tp=2", a Plan, the path of '

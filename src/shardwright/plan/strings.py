@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError, ScheduleError
+from ..errors import PlanError, ScheduleError, meant
 from ..layout import MOST_DEVICES, Axis, Mesh
 from ..rules.replica_axes import REPLICAS
 from ..schedule import KINDS, ScheduleKind, schedule_kind, schedule_names
@@ -24,6 +24,7 @@ SHARDED = tuple(kind.name for kind in SHARDED_KINDS)
 CONTEXT = ("cp", "cp_all_gather", "ulysses")
 """Policies that split the sequence (context parallelism): ring attention, gathered keys, heads exchanged."""
 KNOWN = ("dp", "tp", "sp", "ep", *CONTEXT, *SHARDED)
+AUTO = "auto"
 RECOMPUTE = "recompute"
 """Asks for activation checkpointing of every repeated layer."""
 CHUNKED_LOSS = "chunked_loss"
@@ -128,6 +129,47 @@ def axis_name(policy: str, used: Iterable[str]) -> str:
     return policy if name in tuple(used) else name
 
 
+ELSEWHERE = {
+    "ddp": "dp", "data": "dp", "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "full_shard": "zero3",
+    "shard_grad_op": "zero2", "mp": "tp", "tensor": "tp", "sequence": "sp", "megatron": "sp", "ring": "cp",
+    "context": "cp", "expert": "ep", "pipeline": "pp", "checkpoint": "recompute", "checkpointing": "recompute",
+    "remat": "recompute", "none": "single", "one": "single",
+}  # fmt: skip
+"""Words of other libraries, with ours."""
+
+
+def _advice(word: str, number: str, names: Sequence[str]) -> str:
+    """What somebody who wrote an unknown word probably wants, as the end of a sentence."""
+    word = word.lower()
+    if word == "hsdp":
+        return "; replicas of fully sharded groups are two axes here: 'dp=2,zero3=4'"
+    if word == "zero":
+        stage = number if number in ("1", "2", "3") else "3"
+        return f"; the stage is a part of the word, and the number that of ranks: 'zero{stage}=8'"
+    if word == AUTO:
+        return "; auto decides everything and stands alone; to decide some of it use constraints (docs/constraints.md)"
+    split = re.fullmatch(r"([a-z]+[123]?)[:x]?(\d+)", word) if not number else None
+    if split is not None and split[1] in names:
+        return f"; did you mean '{split[1]}={split[2]}'?"
+    ours = ELSEWHERE.get(word) or (word if word in names else None)
+    if ours is not None:
+        return f"; that is {ours!r} here: '{ours}{f'={number or 2}' if ours in (*names, 'pp') else ''}'"
+    return meant(word, (*names, "pp", RECOMPUTE, CHUNKED_LOSS, *KINDS))
+
+
+def plan_text(request: Mapping[str, object]) -> str:
+    """A plan string from a dict: {"dp": 2, "tp": 2, "recompute": True}, {"pp": 4, "schedule": "zb"}."""
+    items = []
+    for word, value in request.items():
+        if word == "schedule":
+            items.append(str(value))
+        elif value is True or value is None:
+            items.append(str(word))
+        elif value is not False:
+            items.append(f"{word}={value}")
+    return ",".join(items)
+
+
 def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyRequest:
     """Read a plan string."""
     parts: list[tuple[str, Axis]] = []
@@ -182,7 +224,8 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
         raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
     if policy not in names:
         known = ", ".join((*names, "pp", RECOMPUTE, CHUNKED_LOSS, schedule_names()))
-        raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
+        advice = _advice(policy, number, names).removesuffix("?")
+        raise PlanError(f"the plan {text!r} asks for {policy!r}{advice}; known are {known}, as in 'dp=2,tp=2'")
     if number.isdigit() and (len(number) > 9 or int(number) > MOST_DEVICES):
         raise PlanError(f"the plan {text[:100]!r} gives {policy} {number[:20]} devices; there may be {MOST_DEVICES}")
     if not equals or not number.isdigit():

@@ -51,7 +51,7 @@ BOUND = 1e8
 @refuse_moved("sw.rehearse", MOVED)
 def rehearse(
     plan: PlanLike, model: nn.Module, *, example: Any, precision: PrecisionLike = None,
-    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", steps: int = 3, size: int | None = None, seed: int = 0,
+    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", steps: int = 3, ranks: int | None = None, seed: int = 0,
     compile: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Rehearsal:  # fmt: skip
     """Run a plan at small sizes in this process and compare it with one device, in float64.
@@ -61,7 +61,7 @@ def rehearse(
     example    arguments of a call at the global batch; they may be on meta too.
     precision  of the plan; default: the one the plan names.
     steps      optimizer steps that are compared.
-    size       number of devices, if the plan does not fix it (a policy function).
+    ranks      number of ranks, if the plan does not fix it (a policy function).
     compile    CompileOptions: outputs ("scalars" if the program returns only the loss), opaque and timeout, as for
                parallelize; directory: where to write generated code, which is discarded without it.
     """
@@ -75,7 +75,7 @@ def rehearse(
         options, ("directory", "outputs", "opaque", "timeout"), "sw.rehearse", "it runs a plan for a whole model"
     )
     source = read_source(plan)
-    known, captured = _read(source, model, example, precision, options, size)
+    known, captured = _read(source, model, example, precision, options, ranks)
     check_batch_norm(known, captured.graph)
     name = known.policy or "a plan" if callable(source) else source_name(source)
     small = shrink(known, captured, model, pytree.tree_leaves(_ordered(captured, example)), seed)

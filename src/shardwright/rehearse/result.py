@@ -20,7 +20,7 @@ Collectives = dict[tuple[str, str], int]
 """Number of reshards in a program, by kind and axes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Rehearsal:
     """A plan that was run at small sizes in one process. True if it matches one device.
 
@@ -78,6 +78,8 @@ class Rehearsal:
 
     def __str__(self) -> str:
         return render(self)
+
+    __repr__ = __str__  # what a prompt shows
 
 
 def collectives_of(programs: Iterable[LoweredProgram]) -> Collectives:

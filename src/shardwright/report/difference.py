@@ -58,7 +58,7 @@ class TotalDifference:
     bytes: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Difference:
     """All differences of two plans and their costs. Prints as tables; true if there are any."""
 
@@ -86,6 +86,8 @@ class Difference:
 
     def __str__(self) -> str:
         return render(self)
+
+    __repr__ = __str__  # what a prompt shows
 
     def _decisions(self) -> Table:
         table = Table("", "", *self.names)

@@ -58,7 +58,7 @@ class TrainedModel(Protocol):
     def step_times(self) -> MeasuredSteps: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Explanation:
     """A plan, and its programs, one for each stage, if a graph was passed. Prints as one screen, or with all tables."""
 
@@ -92,6 +92,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return render(self)
+
+    __repr__ = __str__  # what a prompt shows
 
     def _head(self) -> Iterator[Text]:
         plan = self.plan

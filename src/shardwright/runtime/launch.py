@@ -113,7 +113,7 @@ class _Call:
 
 def _run(size: int, call: _Call, device: str, timeout: float | None) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "shardwright"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "shardwright.train"])  # which imports most of it
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = []
     connections: list[Connection] = []

@@ -11,15 +11,14 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from ..errors import InputError, raise_all
+from ..errors import InputError, meant, raise_all
 from ..formats import compose_yaml, parse_yaml, read_text
 
 Keys = Mapping[str, "Keys | None"]
@@ -181,12 +180,6 @@ def arguments_of(target: Any) -> list[str] | None:
 
 
 # -- words -----------------------------------------------------------------------------------------
-
-
-def meant(word: str, words: Iterable[str]) -> str:
-    """What was probably meant, as the end of a sentence."""
-    near = get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def dotted_key(route: Route) -> str:

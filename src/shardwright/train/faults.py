@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 Action = Literal["raise", "warn"]
+STOPPING = b"\nstopping after this step, with a checkpoint; press Ctrl-C again to abort\n"
 
 
 class NonFinite(Callback):
@@ -56,16 +58,22 @@ class CheckReplicas(Callback):
 
 
 class StopOnSignal(Callback):
-    """SIGTERM and SIGUSR1 stop a run after the current step, on all ranks, with a checkpoint. Part of every Trainer."""
+    """SIGTERM, SIGUSR1 and Ctrl-C stop a run after the step, on all ranks, with a checkpoint. Part of every Trainer.
+
+    A second Ctrl-C aborts at once.
+    """
 
     def __init__(self, signals: Sequence[str] = USUAL) -> None:
         self.signals = tuple(signals)
         self._stop_signals: StopSignals | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._stop_signals = StopSignals(
-            self.signals, lambda name: trainer.stop(f"{name} on rank {trainer.world.rank}")
-        )
+        def stop(name: str) -> None:
+            trainer.stop(f"{name} on rank {trainer.world.rank}")
+            if name == "SIGINT" and trainer.world.rank == 0:
+                os.write(2, STOPPING)  # in the middle of anything, where print may be busy
+
+        self._stop_signals = StopSignals(self.signals, stop)
         self._stop_signals.open()
 
     def on_finish(self, trainer: Trainer) -> None:

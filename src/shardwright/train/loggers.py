@@ -1,6 +1,6 @@
 """Loggers of a run's metrics. Only the first rank logs.
 
-ConsoleLogger       a progress bar on a terminal, lines elsewhere
+ConsoleLogger       a line per logged step, on a terminal above a progress bar
 CSVLogger           metrics.csv in the folder of the run
 TensorBoardLogger   tensorboard --logdir run
 WandbLogger         Weights & Biases, if wandb is installed
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..checkpoint.disk import replace_text
 from ..errors import InputError
@@ -41,6 +41,9 @@ class RunFacts:
 class Logger:
     """Logs the metrics of a run. `start` is called before the first, `finish` after the last, also after an error."""
 
+    def check(self) -> None:
+        """Refuse if a package that it needs is missing. Called before anything is compiled."""
+
     def start(self, run: RunFacts) -> None:
         """A run begins or resumes."""
 
@@ -59,7 +62,10 @@ class Logger:
 
 
 class ConsoleLogger(Logger):
-    """A progress bar with the latest metrics on a terminal; elsewhere a line per logged step."""
+    """A line per logged step. On a terminal a bar stays below: steps, time left, loss and rate.
+
+    A line on a terminal has the metrics that fit its width, and the files have all of them.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -70,17 +76,21 @@ class ConsoleLogger(Logger):
     def start(self, run: RunFacts) -> None:
         self._steps = run.steps
         if self.console.is_terminal:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
-            self._task = self._bar.add_task("", total=run.steps, completed=run.step, said="")
+            left = (TimeRemainingColumn(), TextColumn("left")) if run.steps is not None else ()
+            latest = TextColumn("{task.fields[latest]}")
+            self._bar = Progress(BarColumn(20), MofNCompleteColumn(), *left, latest, console=self.console)
+            self._task = self._bar.add_task("", total=run.steps, completed=run.step, latest="")
             self._bar.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if self._bar is not None and "val_loss" not in metrics:
-            self._bar.update(self._task, said=format_metrics(metrics))
-        else:
-            of = f" of {self._steps}" if self._steps is not None else ""
-            self.console.print(f"step {step}{of}  {format_metrics(metrics)}", markup=False)
+        of = f" of {self._steps}" if self._steps is not None else ""
+        line = f"step {step}{of}  {format_metrics(metrics)}"
+        if self._bar is not None:
+            latest = {name: metrics[name] for name in IN_BAR if name in metrics}
+            self._bar.update(self._task, latest=format_metrics(latest), refresh=True)
+            while len(line) > self.console.width and "  " in line:
+                line = line.rpartition("  ")[0]
+        self.console.print(line, markup=False)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -95,6 +105,7 @@ class ConsoleLogger(Logger):
             self._bar = None
 
 
+IN_BAR = ("loss", "seconds_per_step")
 LABELS = {
     "seconds_per_step": ("{:.3g} s/step", 1.0), "predicted_seconds_per_step": ("predicted {:.3g}", 1.0),
     "rows_per_second": ("{:.4g} rows/s", 1.0),
@@ -162,6 +173,9 @@ class TensorBoardLogger(Logger):
         self.folder = folder
         self._writer: Any = None
 
+    def check(self) -> None:
+        needed("tensorboard", "TensorBoardLogger")
+
     def start(self, run: RunFacts) -> None:
         needed("tensorboard", "TensorBoardLogger")
         module = importlib.import_module("torch.utils.tensorboard")
@@ -193,6 +207,9 @@ class WandbLogger(Logger):
         self.options = {"project": project, "name": name, "id": id, "mode": mode, **options}
         self._run: Any = None
 
+    def check(self) -> None:
+        needed("wandb", "WandbLogger")
+
     def start(self, run: RunFacts) -> None:
         wandb = needed("wandb", "WandbLogger")
         settings = {key: value for key, value in self.options.items() if value is not None}
@@ -213,6 +230,9 @@ class MLflowLogger(Logger):
     def __init__(self, experiment: str = "shardwright", name: str | None = None, uri: str | None = None) -> None:
         self.experiment, self.name, self.uri = experiment, name, uri
         self._mlflow: Any = None
+
+    def check(self) -> None:
+        needed("mlflow", "MLflowLogger")
 
     def start(self, run: RunFacts) -> None:
         mlflow = needed("mlflow", "MLflowLogger")

@@ -7,11 +7,13 @@ run/
   metrics.csv, ...   logs
   checkpoints/       see docs/checkpoints.md
   .lock              which process writes here
+  started            after the first step; without it the folder holds nothing that a new run would lose
   finished           how it ended; absent while it runs, or if it was killed
 """
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +22,8 @@ from ..checkpoint.disk import replace_text
 from ..checkpoint.folder_lock import FolderLock, acquire
 from ..errors import CheckpointError, InputError
 
-CONFIG, PLAN, GENERATED, CHECKPOINTS, FINISHED = "config.yaml", "plan.json", "generated", "checkpoints", "finished"
+CONFIG, PLAN, GENERATED, CHECKPOINTS = "config.yaml", "plan.json", "generated", "checkpoints"
+STARTED, FINISHED = "started", "finished"
 Resume = Literal["last", "best"] | str | Path
 
 
@@ -40,9 +43,9 @@ class RunFolder:
         return self.path / GENERATED
 
     def check_fresh(self) -> None:
-        """Refuse to start a run in the folder of another."""
+        """Refuse to start a run in the folder of another. One that failed before its first step is none."""
         checkpoints = list(checkpoints_in(self.checkpoints).values())
-        if not (self.path / CONFIG).exists() and not checkpoints:
+        if not checkpoints and not self._has_steps():
             return
         step = f" (step {checkpoints[-1].step})" if checkpoints else ""
         ended = self.path / FINISHED
@@ -89,9 +92,18 @@ class RunFolder:
             self._lock = None
 
     def begin(self) -> None:
-        """Mark the run as running."""
+        """Mark the run as running, and drop what a run that failed before its first step left."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / FINISHED).unlink(missing_ok=True)
+        leftovers = () if self._has_steps() or checkpoints_in(self.checkpoints) else (CONFIG, PLAN)
+        for name in (FINISHED, *leftovers):
+            (self.path / name).unlink(missing_ok=True)
+
+    def mark_started(self) -> None:
+        """The first step is done."""
+        replace_text(self.path / STARTED, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
+
+    def _has_steps(self) -> bool:
+        return any((self.path / name).exists() for name in (STARTED, FINISHED))
 
     def end(self, how: str) -> None:
         replace_text(self.path / FINISHED, how + "\n")

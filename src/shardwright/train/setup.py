@@ -19,7 +19,7 @@ from ..cluster import find as find_cluster
 from ..compile import count_replicas, write
 from ..data import Packing
 from ..errors import ClusterError, InputError, PlanError
-from ..options import PipelineOptions
+from ..options import CompileOptions, PipelineOptions, expect_only
 from ..parallelize import cluster_size, parallelize, planned, read_request
 from ..plan import Plan
 from ..plan.request import AutoPlan, PlanRequest, PlanSource, read_source
@@ -118,6 +118,22 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     compiled = compile_program(module, args, kwargs, PlanRequest(source=plan), devices, captured=captured)
     pairs = zip(compiled.texts, compiled.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
+
+
+def with_usual(options: CompileOptions) -> CompileOptions:
+    """What a run compiles with: only numbers leave the model, unless somebody says otherwise."""
+    why = "a run has a folder of its own, and trains a whole model"
+    expect_only(options, ("outputs", "unbatched", "opaque", "batch_norm", "cache_size", "timeout"), "a Trainer", why)
+    return replace(options, outputs=options.outputs or "scalars")
+
+
+def plan_line(plan: Plan, path: Path | None) -> str:
+    """What was planned and where it lies, in a line."""
+    entry = next(iter(plan.entries))
+    seconds = plan.predicted.get(entry, {}).get("seconds")
+    parts = [f"plan: {plan.policy or 'custom'}", f"mesh {plan.mesh}" if plan.mesh.axes else "one device"]
+    parts += [f"predicted {seconds:.3g} s/step"] if seconds is not None else []
+    return ", ".join(parts) + ("" if path is None else f": {path}")
 
 
 def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from ..checkpoint import CheckpointFolder, load_weights
 from ..checkpoint.ranks import checkpoint_ranks
 from ..data import Loader
 from ..errors import InputError, raise_all
-from ..options import CompileOptions, PipelineOptions, expect_only, read_options, refuse_moved
+from ..options import CompileOptions, PipelineOptions, read_options, refuse_moved
 from ..plan import Plan
 from ..plan.request import read_source
 from ..precision import read_precision
@@ -56,7 +55,9 @@ from .setup import (
     described,
     meter_of,
     needs_ranks,
+    plan_line,
     seed_everything,
+    with_usual,
 )
 from .trainer_state import NAME, TrainerState, load_run
 
@@ -130,7 +131,7 @@ class Trainer:
         self.validation = read_options(ValidationOptions, validation)
         self.logging = read_options(LoggingOptions, logging)
         self.pipeline = read_options(PipelineOptions, pipeline)
-        self.compile_options = _with_usual(read_options(CompileOptions, compile))
+        self.compile_options = with_usual(read_options(CompileOptions, compile))
         self.max_steps, self.max_epochs = max_steps, max_epochs
         self.plan, self.cluster, self.memory, self.constraints = plan, cluster, memory, constraints
         self.precision, self.seed = precision, seed
@@ -161,6 +162,11 @@ class Trainer:
         self._compiled = False
         self._folder: CheckpointFolder | None = None
         self._saved_step = -1
+        self._marks_start = False  # whether the first step is still to be marked in the folder, by this rank
+
+    def __repr__(self) -> str:
+        step, last = self.progress.step, self.max_steps or f"{self.max_epochs} epochs"
+        return f"Trainer(plan {self.plan}, step {step} of {last}, in {self.run.path})"
 
     def _check(self) -> None:
         faults = []
@@ -246,6 +252,10 @@ class Trainer:
             logger.say(text)
 
     def advance(self, step: int) -> None:
+        """A step is done."""
+        if self._marks_start:
+            self.run.mark_started()
+            self._marks_start = False
         for logger in self._active:
             logger.progress(step)
 
@@ -276,6 +286,7 @@ class Trainer:
                 metrics=self.last_val if self.progress.val_step == step else None,
             )  # fmt: skip
         self._saved_step = step
+        self.say(f"checkpoint: step {step} in {self._folder.path}" + ", written beside training" * kept.background)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is still being written."""
@@ -301,6 +312,7 @@ class Trainer:
             return
         self.world = start(self.compile_options.timeout)
         seed_everything(self.seed)
+        self.say(f"compiling for {self.world.size} rank{'s' if self.world.size > 1 else ''}, plan {self.plan}")
         compiled = compile_model(self)
         self.model, self.optimizer, self.meter = compiled.model, compiled.optimizer, meter_of(self, compiled)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
@@ -330,6 +342,8 @@ class Trainer:
         def find() -> Path | None:
             if not meeting.first:
                 return None
+            for logger in self.loggers:
+                logger.check()
             if write:
                 self.run.own()
             if self.resume is not None:
@@ -356,6 +370,7 @@ class Trainer:
                 mode=kept.mode,
             )  # fmt: skip
             self._saved_step = self.progress.step if path and path.parent == self.run.checkpoints else -1
+        self.say(plan_line(self.model.plan, self.run.path / "plan.json" if write else None))
         if path is not None:
             self.say(f"going on from {path}, step {self.progress.step}")
         elif self.resume is not None:
@@ -370,16 +385,10 @@ class Trainer:
             self.run.begin()
             self.run.write_config(self.config, step)
             self.run.write_plan(self.model.plan.to_json(), step)
+            self._marks_start = True
         analysis = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
                          steps=self.last_step if write else None)  # fmt: skip
         for logger in self.loggers:
             if write or isinstance(logger, ConsoleLogger):
                 logger.start(analysis)
                 self._active.append(logger)
-
-
-def _with_usual(options: CompileOptions) -> CompileOptions:
-    """What a run compiles with: only numbers leave the model, unless somebody says otherwise."""
-    why = "a run has a folder of its own, and trains a whole model"
-    expect_only(options, ("outputs", "unbatched", "opaque", "batch_norm", "cache_size", "timeout"), "a Trainer", why)
-    return replace(options, outputs=options.outputs or "scalars")

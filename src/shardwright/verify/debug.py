@@ -29,12 +29,12 @@ from ..lower.program import graph_value
 from ..plan.request import PlanLike, PlanRequest, read_source
 from ..runtime.algorithms.random import Randomness
 from ..runtime.model.inputs import digest
-from . import ranks
 from .execute import ObservedValues, ProgramInterpreter, step_through, unshard_tensor
 from .measure import TOLERANCE, deviation, largest, render
 from .original import with_masks
 from .parity import make_task, ranks_of, source_for
 from .program import Compilation, compile_program
+from .ranks import run_threads
 from .run import Loss, VerifyTask, loss_of
 
 Phase = Literal["forward", "backward"]
@@ -100,7 +100,7 @@ def trace(
     loss: Loss | None = None,
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
-    size: int | None = None,
+    ranks: int | None = None,
     seed: int = 0,
     timeout: float = 600.0,
 ) -> ValueTrace:
@@ -108,7 +108,7 @@ def trace(
     task = make_task(model, example, dtype, torch.device("cpu"), loss=loss or loss_of, steps=1, seed=seed)
     task.module.train(model.training)
     source = read_source(plan)
-    count = size or ranks_of(source)
+    count = ranks or ranks_of(source)
     request = PlanRequest(source=source_for(model, example, source, task))
     compilation = compile_program(task.module, task.args, task.kwargs, request, count, promote=task.promote)
     if compilation.plan.is_pipeline:
@@ -117,7 +117,7 @@ def trace(
             "compared op by op; start with a plan without a pipeline, such as tp=2"
         )
     original = _original(task, compilation)
-    every = ranks.run_threads(count, _on_rank, task, compilation, timeout=timeout)
+    every = run_threads(count, _on_rank, task, compilation, timeout=timeout)
     limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
     comparison = _Comparison(compilation, original, every, limit)
     title = f"{type(model).__name__} under {compilation.plan.policy}, op by op on {count} ranks"

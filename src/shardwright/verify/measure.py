@@ -50,7 +50,7 @@ class Row:
         return self.deviation / self.allowed if self.allowed else math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """Every compared tensor. Prints as a table; true if all are within tolerance."""
 
@@ -112,6 +112,8 @@ class Report:
 
     def __str__(self) -> str:
         return render(self)
+
+    __repr__ = __str__  # what a prompt shows
 
 
 def _full(row: Row) -> str:

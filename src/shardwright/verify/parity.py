@@ -39,10 +39,11 @@ from ..planning import only_scalars
 from ..precision import NARROW, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
 from ..wrapping import unwrapped
-from . import ranks, rebind
+from . import rebind
 from .compiled import CompiledSide, CompileTask
 from .measure import TOLERANCE, Report, Row, compare, largest, worst_of
 from .original import Original, check_original
+from .ranks import run as run_on
 from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, TrainingRun, VerifyTask, follow, loss_of
 
 Where = Literal["world", "threads", "processes"]
@@ -57,12 +58,12 @@ def verify(
     optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd", loss: Loss | None = None,
     dtype: torch.dtype | None = None, precision: PrecisionLike = None, steps: int = 3,
     entries: Sequence[Entry] = ("train",), tolerance: float | None = None, method: Where | None = None,
-    size: int | None = None, seed: int = 0, pipeline: PipelineOptions | Mapping[str, Any] | None = None,
+    ranks: int | None = None, seed: int = 0, pipeline: PipelineOptions | Mapping[str, Any] | None = None,
     compile: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """Run the original and the compiled program on the same batch and compare everything that training depends on.
 
-    plan       as for parallelize; "auto" needs a size, or a world. Default: "auto" in a world, else
+    plan       as for parallelize; "auto" needs ranks, or a world. Default: "auto" in a world, else
                dp=2, tp=2, zero3=2 and pp=2, one after the other; the report names those that the model can't do.
     example    arguments of a call, at the global batch: a tuple, a dict, or (args, kwargs).
     optimizer  "sgd", "adamw", or a function of a list of parameters.
@@ -74,7 +75,7 @@ def verify(
                "eval" compares outputs in evaluation mode.
     method     "world" inside torchrun; "threads" or "processes" start the ranks here. By default
                the world if there is one, else threads. Processes need a picklable model.
-    size       number of ranks, if the plan does not fix it (a policy function).
+    ranks      number of ranks, if the plan does not fix it (a policy function).
     pipeline   PipelineOptions: microbatches, as for parallelize.
     compile    CompileOptions: opaque, outputs and timeout, as for parallelize; directory: where to write generated
                code, which is discarded without it.
@@ -100,10 +101,10 @@ def verify(
         limit=_limit(task) if tolerance is None else tolerance, method=method, timeout=options.timeout,
         directory=options.directory,
     )  # fmt: skip
-    if plan is None and method != "world" and size is None:
+    if plan is None and method != "world" and ranks is None:
         return _each_kind(task, run, microbatches)
     source = read_source("auto" if plan is None else plan)
-    count = here().size if method == "world" else size or _some_ranks(source)
+    count = here().size if method == "world" else ranks or _some_ranks(source)
     request = PlanRequest(
         source=source_for(model, example, source, task), options=SearchOptions(microbatches=microbatches)
     )
@@ -193,7 +194,7 @@ def compare_plan(
         if run.method == "world":
             rows = _agree(_on_rank(here().rank, order, reference.run, run.limit))
         else:
-            every = ranks.run(run.method, count, _on_rank, order, reference.run, run.limit, timeout=run.timeout)
+            every = run_on(run.method, count, _on_rank, order, reference.run, run.limit, timeout=run.timeout)
             rows = worst_of(every)
     kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
     title = f"{type(task.module).__name__} under {name} on {count} ranks, {kind}"
@@ -271,7 +272,7 @@ def _some_ranks(source: PlanSource) -> int:
     """The number of ranks of a plan; "auto" needs it from the user."""
     if isinstance(source, AutoPlan):
         raise InputError('plan="auto" on one rank splits nothing, so it proves nothing; set the number of ranks '
-                         "with size=2, pass a plan, or leave it out to try one of each kind")  # fmt: skip
+                         "with ranks=2, pass a plan, or leave it out to try one of each kind")  # fmt: skip
     return ranks_of(source)
 
 
@@ -279,7 +280,7 @@ def ranks_of(source: PlanSource) -> int:
     """The number of ranks of a plan."""
     size = 1 if isinstance(source, AutoPlan) else source_size(source)
     if size is None:
-        raise InputError("a policy function does not fix the number of ranks; pass size=2")
+        raise InputError("a policy function does not fix the number of ranks; pass ranks=2")
     return size
 
 

@@ -8,11 +8,13 @@
                 break
 
 A cluster sends SIGTERM before it kills, and Slurm SIGUSR1 with --signal=USR1@120. A second SIGTERM stops at once, but
-not within a few seconds of the first, since a launcher and its scheduler may both send one.
+not within a few seconds of the first, since a launcher and its scheduler may both send one. Ctrl-C (SIGINT) is the same
+from a keyboard: the second raises KeyboardInterrupt, unless it comes at once, as from a terminal and torchrun together.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -26,8 +28,9 @@ from shardwright.errors import InputError
 
 from ..collectives import objects
 
-USUAL = ("SIGTERM", "SIGUSR1")
-PAUSE = 5.0  # seconds within which a second SIGTERM counts as the first
+USUAL = ("SIGTERM", "SIGUSR1", "SIGINT")
+PAUSES = {signal.SIGTERM: 5.0, signal.SIGINT: 0.5}
+"""Signals of which the second ends the process, unless it comes within these seconds."""
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
@@ -67,7 +70,9 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         if os.getpid() != self._process:  # a forked DataLoader worker: ignore
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if self.received and number == signal.SIGTERM and now - self._when > PAUSE:
+        if self.received and now - self._when > PAUSES.get(signal.Signals(number), math.inf):
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.received:
