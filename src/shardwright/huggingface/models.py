@@ -1,21 +1,23 @@
-"""Models of transformers that are too large for one rank: made without values, each rank reads its part.
+"""Models without values, that each rank fills with its part, and ordinary models again, with all of them.
 
     model = empty_model("folder")                     # parameters on meta
     model, optimizer = sw.parallelize(model, optimizer, example=batch)
     load_weights("folder", model)                     # shardwright.checkpoint: every rank its shards
 
-Needs the package `transformers`. See docs/huggingface.md.
+    ordinary = without_values(model)                  # before parallelize: a copy with parameters on meta
+    fill(ordinary, compiled.full_state_dict())        # then: generate, merge adapters, save_pretrained
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 
@@ -50,4 +52,23 @@ def empty_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-__all__ = ["empty_model", "empty_parameters"]
+def without_values(model: nn.Module) -> Any:
+    """A copy of a model with its parameters on meta and its buffers with values: no memory to speak of."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give a model from `without_values` its values, without copying them."""
+    trained = {key: parameter.requires_grad for key, parameter in model.named_parameters(remove_duplicate=False)}
+    tied: dict[int, nn.Parameter] = {}
+    for key, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in tied:
+            tied[id(parameter)] = nn.Parameter(values[key], requires_grad=trained[key])
+        path, _, name = key.rpartition(".")
+        model.get_submodule(path)._parameters[name] = tied[id(parameter)]
+    for key, buffer in model.named_buffers():
+        if key in values:
+            buffer.copy_(values[key])
