@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .models import empty_model, empty_parameters, fill, without_values
+from .models import empty_model, empty_parameters, fill, save_adapters, without_values
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .trainer import HuggingFaceTrainer as Trainer
 
-__all__ = ["Trainer", "empty_model", "empty_parameters", "fill", "without_values"]
+__all__ = ["Trainer", "empty_model", "empty_parameters", "fill", "save_adapters", "without_values"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":  # transformers.Trainer imports accelerate, which models alone do without
-        from .trainer import Trainer
+        from .trainer import HuggingFaceTrainer
 
-        return Trainer
+        return HuggingFaceTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

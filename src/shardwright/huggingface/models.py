@@ -5,6 +5,7 @@
     load_weights("folder", model)                     # shardwright.checkpoint: every rank its shards
 
     ordinary = without_values(model)                  # before parallelize: a copy with parameters on meta
+    save_adapters("folder", ordinary, compiled)       # of PEFT, without gathering anything else
     fill(ordinary, compiled.full_state_dict())        # then: generate, merge adapters, save_pretrained
 """
 
@@ -19,6 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ..checkpoint import full_weights
+from ..runtime.world import here
 
 
 def empty_model(source: str | Path | PreTrainedConfig, kind: Any = AutoModelForCausalLM, **options: Any) -> Any:
@@ -72,3 +76,31 @@ def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for key, buffer in model.named_buffers():
         if key in values:
             buffer.copy_(values[key])
+
+
+def save_adapters(path: str | Path, ordinary: Any, compiled: nn.Module) -> None:
+    """`save_pretrained` of a PEFT model, which writes the adapters alone. All ranks call it.
+
+    ordinary   the PEFT model from `without_values`, whose names say what belongs to its adapters
+    compiled   the compiled model, which has their values: they are gathered, and nothing else is
+    """
+    keys = _adapter_keys(ordinary)
+    if keys is None:  # what is saved is computed from the parameters, as prompts are
+        ordinary = copy.deepcopy(ordinary)
+        fill(ordinary, compiled.full_state_dict())  # type: ignore[operator]
+    values = None if keys is None else full_weights(compiled, keys)
+    if here().rank == 0:
+        ordinary.save_pretrained(str(path), state_dict=values)
+
+
+def _adapter_keys(ordinary: Any) -> list[str] | None:
+    """The keys whose values PEFT saves; None if it saves anything else."""
+    from peft import get_peft_model_state_dict
+
+    state = ordinary.state_dict()
+    keys = {id(value): key for key, value in state.items()}
+    saved: list[str | None] = []
+    for name in ordinary.peft_config:
+        part = get_peft_model_state_dict(ordinary, state_dict=state, adapter_name=name)
+        saved += [keys.get(id(value)) for value in part.values()]
+    return None if None in saved else sorted({key for key in saved if key is not None})
