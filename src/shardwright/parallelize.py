@@ -56,6 +56,7 @@ from .runtime.faults import watch
 from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
 from .runtime.model.reduction import LossReduction
+from .runtime.model.wrappers import refuse_prepare
 from .runtime.optimizer.adopt import Optimizers, several
 from .runtime.world import World, calibrates, start
 from .wrapping import check_optimizers, unwrapped
@@ -100,6 +101,8 @@ def parallelize(
     model = unwrapped(model)
     world, requested = start(timeout=options.timeout), read_asked(constraints, model, source)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
+    for each in several(optimizer):
+        refuse_prepare(each)
     search = SearchOptions(
         memory=read_bytes(memory), constraints=requested, microbatches=pipeline.microbatches, local=pipeline.local,
         data_only=inputs == "per_replica",

@@ -86,7 +86,7 @@ def save_adapters(path: str | Path, ordinary: Any, compiled: nn.Module) -> None:
     """
     keys = _adapter_keys(ordinary)
     if keys is None:  # what is saved is computed from the parameters, as prompts are
-        ordinary = copy.deepcopy(ordinary)
+        ordinary = without_values(ordinary)
         fill(ordinary, compiled.full_state_dict())  # type: ignore[operator]
     values = None if keys is None else full_weights(compiled, keys)
     if here().rank == 0:
@@ -97,6 +97,8 @@ def _adapter_keys(ordinary: Any) -> list[str] | None:
     """The keys whose values PEFT saves; None if it saves anything else."""
     from peft import get_peft_model_state_dict
 
+    if any(config.is_prompt_learning for config in ordinary.peft_config.values()):
+        return None
     state = ordinary.state_dict()
     keys = {id(value): key for key, value in state.items()}
     saved: list[str | None] = []

@@ -148,8 +148,9 @@ class HuggingFaceTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader: DataLoader[Any] = super().get_train_dataloader()
-        if loader.num_workers and getattr(loader.worker_init_fn, "func", None) is seed_worker:  # of this rank
-            loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=0)
+        inner = getattr(loader, "base_dataloader", loader)
+        if getattr(inner.worker_init_fn, "func", None) is seed_worker:  # with a seed of this rank's own
+            inner.worker_init_fn = partial(seed_worker, num_workers=inner.num_workers, rank=0)
         return loader
 
     def floating_point_ops(self, inputs: Any) -> int:
