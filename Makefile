@@ -11,7 +11,7 @@ PLAN ?= dp=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench coverage ops mutants faults lint install clean
+.PHONY: demo test bench coverage ops mutants faults fuzz ray lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -40,6 +40,11 @@ faults: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz
+
+# Two workers of Ray Train, one of them killed. Ray is not installed for the other tests.
+ray: $(READY)
+	$(BIN)/python -m pip install $(TORCH) -e '.[test,ray]'
+	$(BIN)/python -m pytest tests/ray_train.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -101,8 +101,7 @@ def parallelize(
     model = unwrapped(model)
     world, requested = start(timeout=options.timeout), read_asked(constraints, model, source)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
-    for each in several(optimizer):
-        refuse_prepare(each)
+    refuse_prepare(several(optimizer))
     search = SearchOptions(
         memory=read_bytes(memory), constraints=requested, microbatches=pipeline.microbatches, local=pipeline.local,
         data_only=inputs == "per_replica",

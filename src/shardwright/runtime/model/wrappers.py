@@ -23,7 +23,7 @@ has to pass:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -68,9 +68,10 @@ class _NeverPrepared:
         )
 
 
-def refuse_prepare(optimizer: Any) -> None:
-    """Have accelerate find that this optimizer can't be prepared."""
-    optimizer._is_accelerate_prepared = _NeverPrepared()
+def refuse_prepare(optimizers: Sequence[Any]) -> None:
+    """Have accelerate find that these optimizers can't be prepared."""
+    for optimizer in optimizers:
+        optimizer._is_accelerate_prepared = _NeverPrepared()
 
 
 class Unwrappable(nn.Module):
