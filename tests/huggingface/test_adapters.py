@@ -43,7 +43,7 @@ def train_adapters(rank, plans, folder):
 
 
 def test_adapters_of_peft_are_trained_saved_and_merged_as_on_one_device(pools, tmp_path):
-    plans = ["dp=2", "tp=2", "zero3=2"]
+    plans = ["dp=2", "tp=2", "zero3=2", "pp=2"]
     alone = make(transformers.Trainer, tmp_path / "one", adapters(), **SMOOTHED)
     alone.train()
     expected = results_of(alone)
