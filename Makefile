@@ -11,7 +11,7 @@ PLAN ?= zero3=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test docs bench coverage ops mutants faults fuzz node-faults lint install clean
+.PHONY: demo test docs bench coverage ops mutants faults fuzz node-faults ray lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -48,6 +48,11 @@ fuzz: $(READY)
 # Runs on several nodes that are disturbed, half a minute each; needs root.
 node-faults: $(READY)
 	$(BIN)/python -m tests.node_faults
+
+# Two workers of Ray Train, one of them killed. Ray is not installed for the other tests.
+ray: $(READY)
+	$(BIN)/python -m pip install $(TORCH) -e '.[test,ray]'
+	$(BIN)/python -m pytest tests/ray_train.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

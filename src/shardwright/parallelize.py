@@ -56,6 +56,7 @@ from .runtime.faults import watch
 from .runtime.model.inputs import Mode
 from .runtime.model.parallel_model import ParallelModel
 from .runtime.model.reduction import LossReduction
+from .runtime.model.wrappers import refuse_prepare
 from .runtime.optimizer.adopt import Optimizers, several
 from .runtime.world import World, calibrates, start
 from .wrapping import check_optimizers, unwrapped
@@ -100,15 +101,15 @@ def parallelize(
     model = unwrapped(model)
     world, requested = start(timeout=options.timeout), read_asked(constraints, model, source)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
+    refuse_prepare(several(optimizer))
     search = SearchOptions(
         memory=read_bytes(memory), constraints=requested, microbatches=pipeline.microbatches, local=pipeline.local,
         data_only=inputs == "per_replica",
     )  # fmt: skip
     request = PlanRequest(source=source, options=search)
     if cluster != "auto" or (request.searches and options.parts is None):
-        priced_on = cluster_of_run(cluster, world)
         training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
-        request = replace(request, cluster=priced_on, training=training)
+        request = replace(request, cluster=cluster_of_run(cluster, world), training=training)
     settings = CompilerSettings(
         request=request, inputs=inputs, outputs=options.outputs or "all", unbatched=options.unbatched,
         opaque=options.opaque, batch_norm=options.batch_norm, precision=exact, backward=pipeline.backward,

@@ -63,7 +63,7 @@ MAY_IMPORT = {
         "data ema"
     ),
     "lightning": "errors options plan runtime planning compile compiled_parts parallelize checkpoint",
-    "huggingface": "",
+    "huggingface": "errors plan runtime parallelize checkpoint",
     "cli": (
         "errors formats options batch_dim precision schedule ir capture cluster calibrate doctor plan lower emit "
         "runtime planning compile verify rehearse parallelize checkpoint report train"
@@ -109,6 +109,7 @@ GUESTS = {
     "lightning": ["lightning"],
     "torchmetrics": ["lightning"],
     "transformers": ["huggingface", "cli"],
+    "accelerate": ["huggingface"],
     "jsonargparse": ["cli"],  # which takes time to import, and is needed on a command line only
 }
 

@@ -15,6 +15,7 @@ ALLOWED = {
     "plan/strings.py": (6, "words of other libraries, answered with ours"),
     "cli/arguments.py": (1, "help that names the plans which are verified by default"),
     "doctor/checks.py": (4, "the plans that are tried, one of each kind"),
+    "huggingface/refused.py": (2, REMEDY),
     "runtime/model/wrappers.py": (4, REMEDY),
     "runtime/parameters/hooks.py": (1, REMEDY),
     "runtime/parameters/zero3.py": (1, REMEDY),

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import RankError
+from shardwright.runtime.world import variables_of
 from tests.captures import keep_captures
 
 START = 120.0  # seconds that processes may take to start, on a busy machine
@@ -124,8 +125,7 @@ def _serve(
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     keep_captures()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(variables_of(rank, size, "127.0.0.1", port) | {"OMP_NUM_THREADS": "1"})
     wait_for = timedelta(seconds=timeout)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait_for)

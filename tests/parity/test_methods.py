@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +38,21 @@ def both(make, plan, folder, loop, **options):
         assert len(seen) == len(wanted)
         for mine, other in zip(seen, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+class Named(nn.Linear):
+    def forward(self, hidden: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Scaled."""
+        return super().forward(hidden) * scale
+
+
+def test_forward_has_the_signature_of_the_original(tmp_path):
+    """Others decide by it what to pass: transformers' Trainer drops columns of a dataset that it does not name."""
+    original = Named(8, 4)
+    compiled = parallelize(Named(8, 4), plan="single", compile={"directory": tmp_path})
+    assert inspect.signature(compiled.forward) == inspect.signature(original.forward)
+    assert list(inspect.signature(compiled.forward).parameters) == ["hidden", "scale"]
+    assert compiled.forward.__doc__ == "Scaled."
 
 
 PLANS = ["dp=2", "tp=2", "zero3=2", "pp=2"]

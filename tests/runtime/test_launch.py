@@ -36,6 +36,15 @@ def test_a_closure_runs_on_all_ranks_and_the_first_result_comes_back():
     assert start(work, 1, returns="all") == [(0, 23.0), (1, 23.0)]
 
 
+def test_modules_of_a_class_of_their_own_are_found_by_name():
+    config = torch._dynamo.config
+
+    def work():
+        return torch.distributed.config is not None, config.__name__  # cloudpickle sends torch.distributed.config along
+
+    assert start(work) == (True, "torch._dynamo.config")
+
+
 def test_ranks_have_the_environment_of_now_and_what_torchrun_tells(monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_TEST_VARIABLE", "now")
     names = ["SHARDWRIGHT_TEST_VARIABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]

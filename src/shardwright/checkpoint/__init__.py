@@ -10,7 +10,7 @@ from .folder import CheckpointFolder, checkpoints_in
 from .loading import Loaded, Opened, load, open_checkpoint
 from .manifest import verify
 from .saving import PendingSave, save
-from .weights import load_weights, save_weights
+from .weights import full_weights, load_weights, save_weights
 
 __all__ = [
     "CheckpointFolder",
@@ -20,6 +20,7 @@ __all__ = [
     "checkpoint_at",
     "checkpoints_in",
     "convert",
+    "full_weights",
     "load",
     "load_weights",
     "open_checkpoint",

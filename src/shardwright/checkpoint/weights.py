@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -58,13 +58,8 @@ def save_weights(
     meeting, census = checkpoint_ranks(), KeyOwners(model)
     meeting.settle()
     census.check_ready()
-    own = census.tensors()
-    specs = {
-        key: Spec(dtype=_cast(value, dtype), shape=census.shapes[key])
-        for key, value in _kinds(census, own).items()
-        if not any(fnmatchcase(key, pattern) for pattern in without)
-    }
-    source = GatheredTensors(census, own, specs)
+    source, specs = _gathering(census, dtype)
+    specs = {key: spec for key, spec in specs.items() if not any(fnmatchcase(key, pattern) for pattern in without)}
     aliases = {key: first for key, first in census.tied.items() if first in specs}
     if tied == "all":
         specs |= {key: specs[first] for key, first in aliases.items()}
@@ -78,6 +73,24 @@ def save_weights(
 
     with torch.no_grad():
         meeting.together(write)
+
+
+def full_weights(model: nn.Module, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Some full weights of a model, on every rank. All ranks call it, with the same keys; nothing else is gathered."""
+    meeting, census = checkpoint_ranks(), KeyOwners(model)
+    meeting.settle()
+    census.check_ready()
+    source, _ = _gathering(census)
+    with torch.no_grad():
+        return {key: source(census.first[key]).clone() for key in keys}
+
+
+def _gathering(census: KeyOwners, dtype: torch.dtype | None = None) -> tuple[GatheredTensors, dict[str, Spec]]:
+    own = census.tensors()
+    specs = {
+        key: Spec(dtype=_cast(value, dtype), shape=census.shapes[key]) for key, value in _kinds(census, own).items()
+    }
+    return GatheredTensors(census, own, specs), specs
 
 
 def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, under: str = "") -> None:

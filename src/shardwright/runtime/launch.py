@@ -16,6 +16,8 @@ backward, OpenMP or a GPU, as a notebook has.
 
 from __future__ import annotations
 
+import importlib
+import io
 import linecache
 import math
 import multiprocessing
@@ -97,7 +99,7 @@ class _Call:
         work: Callable[..., Any], args: tuple[Any, ...], *, pass_rank: bool = False, keep: Returns = "all"
     ) -> _Call:  # fmt: skip
         try:
-            pickled = cloudpickle.dumps((work, args))
+            pickled = _pickled((work, args))
         except Exception as error:  # whatever a __reduce__ raises
             raise RankError(
                 f"ranks are other processes, and {getattr(work, '__name__', work)}, its arguments or what it refers to "
@@ -109,6 +111,21 @@ class _Call:
             work=pickled, environment=dict(os.environ), sources=sources, caller=os.getpid(),
             start_method=multiprocessing.get_start_method(allow_none=True), pass_rank=pass_rank, keep=keep,
         )  # fmt: skip
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Functions by value, and modules by name: also those of a class of their own, as torch and transformers have."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and value.__name__ in sys.modules:
+            return importlib.import_module, (value.__name__,)
+        return super().reducer_override(value)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _run(size: int, call: _Call, device: str, timeout: float | None) -> list[Any]:
@@ -223,7 +240,7 @@ def _rank(
         world.join(TCPStore(HOST, port, is_master=False), rank, size, device, timeout)
         work, args = pickle.loads(call.work)
         result = work(rank, *args) if call.pass_rank else work(*args)
-        connection.send_bytes(cloudpickle.dumps((True, result if call.keep == "all" or rank == 0 else None)))
+        connection.send_bytes(_pickled((True, result if call.keep == "all" or rank == 0 else None)))
         dist.destroy_process_group()
     except BaseException as error:
         exited = isinstance(error, SystemExit)
@@ -236,7 +253,7 @@ def _rank(
 def _pickled_failure(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
-        pickled: bytes = cloudpickle.dumps((False, (error, text)))
+        pickled = _pickled((False, (error, text)))
         pickle.loads(pickled)
     except Exception:  # an error that can't be made again from its arguments
         return pickle.dumps((False, (None, text)))

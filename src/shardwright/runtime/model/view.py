@@ -7,6 +7,7 @@ the shards in them (`program.shown`): attributes can be changed, and programs fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -159,14 +160,22 @@ _SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__",
 
 def view_class(view: type[View], original: type[nn.Module]) -> type[View]:
     """A view class that has what Python looks up in the class: `__len__` of an nn.Sequential, methods of nn.Module
-    that the user's class overrides.
+    that the user's class overrides, the signature of `forward`, by which others decide what to pass.
     """
     special = {name: _forwarded(name) for name in _SPECIAL if hasattr(original, name)}
     methods = {name: _forwarded(name) for name in overridden(view, original)}
-    if not special and not methods:
-        return view
+    methods["forward"] = _signed(view.forward, original.forward)
     always = {"__bool__": lambda self: True} if special else {}
     return type(view.__name__, (view,), {**special, **methods, **always, "__module__": view.__module__})
+
+
+def _signed(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: ModelView, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    call.__name__, call.__doc__ = "forward", original.__doc__
+    call.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return call
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

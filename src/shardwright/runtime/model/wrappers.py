@@ -14,6 +14,8 @@ has to pass:
     FSDP                                       marks every module that it manages before it flattens parameters
     fully_shard, replicate                     torch records what was applied in the module, and checks it first
     copy.deepcopy, pickle, module.compile()    methods of the module
+    accelerator.prepare of it or its           accelerate asks first whether they are prepared
+    optimizer, on one process too
     a call from compiled code                  torch has a frame callback then
     half(), to(device), ...                    `_apply`, which they all call
 """
@@ -21,7 +23,7 @@ has to pass:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -55,8 +57,27 @@ def wrapper_of(module: object) -> tuple[str, str] | None:
     return None
 
 
+class _NeverPrepared:
+    """What accelerate finds as `_is_accelerate_prepared` of a model or an optimizer, and asks before it prepares it."""
+
+    def __bool__(self) -> NoReturn:
+        raise InputError(
+            "accelerator.prepare can't take a compiled model or its optimizer: sw.parallelize has put the model on its "
+            "devices and keeps its ranks in sync, and a scheduler that accelerate prepares makes a step for every "
+            "rank. Leave the model, the optimizer and the scheduler out of accelerator.prepare (docs/huggingface.md)"
+        )
+
+
+def refuse_prepare(optimizers: Sequence[Any]) -> None:
+    """Have accelerate find that these optimizers can't be prepared."""
+    for optimizer in optimizers:
+        optimizer._is_accelerate_prepared = _NeverPrepared()
+
+
 class Unwrappable(nn.Module):
     """A module that refuses to be wrapped, copied, pickled and cast, each with a remedy."""
+
+    _is_accelerate_prepared: Any = _NeverPrepared()
 
     def __init__(self) -> None:
         super().__init__()
