@@ -6,7 +6,7 @@ from .options import CompileOptions, PipelineOptions
 from .parallelize import parallelize, plan
 from .register import register_op
 from .rehearse import rehearse
-from .report import diff, explain
+from .report import diff, explain, report
 from .runtime.launch import launch
 from .train import Trainer
 from .verify import verify
@@ -25,6 +25,7 @@ __all__ = [
     "plan",
     "register_op",
     "rehearse",
+    "report",
     "save",
     "verify",
 ]

@@ -4,7 +4,7 @@ import shardwright
 
 PUBLIC = (
     "CompileOptions PipelineOptions Trainer diff experts explain launch load opaque parallelize plan register_op "
-    "rehearse save verify"
+    "rehearse report save verify"
 ).split()
 
 

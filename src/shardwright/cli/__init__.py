@@ -1,9 +1,10 @@
-"""The command line: plan, explain, diff, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, train.
+"""The command line: plan, explain, diff, report, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, train.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
     shardwright explain plan.json --model train.py:make_model --op "blocks.*.up / linear"
     shardwright diff    plan.json other.json
+    shardwright report  plan.json --model train.py:make_model -o report.html
     shardwright simulate --schedule zb --stages 4 --microbatches 8
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2
@@ -13,8 +14,8 @@
     shardwright checkpoint inspect run/step-001000
     shardwright train config.yaml --model.init_args.n_layer 24
 
-Read this file (all commands), then `train.py`, `checkpoint.py`, `rehearse.py` and `simulate.py` (the larger ones),
-`models.py` (the model that a command is about) and `progress.py`.
+Read this file (all commands), then `train.py`, `checkpoint.py`, `rehearse.py`, `report.py` and `simulate.py` (the
+larger ones), `models.py` (the model that a command is about) and `progress.py`.
 
 A model is named by a file (or an importable module) and a function in it that returns the
 module and example arguments, or by a Hugging Face config, `hf:config.json`. No command needs
@@ -39,9 +40,8 @@ from ..capture import find_opaque
 from ..cluster import save
 from ..compile import write
 from ..errors import InputError, ShardwrightError
-from ..ir import Graph
 from ..options import CompileOptions, Outputs, PipelineOptions
-from ..parallelize import captured_graph, cluster_size, planned, read_request
+from ..parallelize import cluster_size, planned, read_request
 from ..plan import Plan
 from ..plan.request import PlanRequest, read_source
 from ..plan.search_options import SearchOptions
@@ -52,9 +52,10 @@ from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .checkpoint import add_checkpoint, run_checkpoint
 from .doctor import doctor_parser, run_doctor
-from .models import MODEL, load_model, resize_batch
+from .models import MODEL, graph_for, known_model_arguments, load_model, resize_batch, size_arguments
 from .progress import SearchProgress
 from .rehearse import rehearse_parser, run_rehearse
+from .report import report_parser, run_report
 from .simulate import run_simulate, simulate_parser
 from .train import run_train
 
@@ -109,15 +110,9 @@ def make_parser() -> ArgumentParser:
     _known_model_arguments(shown)
     commands.add_subcommand("explain", shown, help="show the decisions and the predicted cost of a plan")
 
-    compared = ArgumentParser(
-        description="Show where two plan files differ and what both cost; with the model also the cost of "
-        "each difference."
-    )
-    compared.add_argument("a", type=Path, help="a plan file")
-    compared.add_argument("b", type=Path, help="another")
-    _known_model_arguments(compared)
-    commands.add_subcommand("diff", compared, help="compare two plan files")
+    commands.add_subcommand("diff", _diff_parser(), help="compare two plan files")
 
+    commands.add_subcommand("report", report_parser(), help="draw a plan file, or two, as an HTML file")
     commands.add_subcommand("simulate", simulate_parser(), help="draw a pipeline schedule and its predicted time")
 
     compiled = ArgumentParser(description="Write the program of a model under a plan, as readable PyTorch code.")
@@ -141,6 +136,17 @@ def make_parser() -> ArgumentParser:
     add_checkpoint(commands)
     commands.add_subcommand("train", ArgumentParser(), help="train a model from a config file; see docs/training.md")
     return parser
+
+
+def _diff_parser() -> ArgumentParser:
+    compared = ArgumentParser(
+        description="Show where two plan files differ and what both cost; with the model also the cost of "
+        "each difference."
+    )
+    compared.add_argument("a", type=Path, help="a plan file")
+    compared.add_argument("b", type=Path, help="another")
+    _known_model_arguments(compared)
+    return compared
 
 
 def _verify_parser() -> ArgumentParser:
@@ -171,7 +177,7 @@ def _model_arguments(parser: ArgumentParser, plan: str | None = "auto") -> None:
         default="marked",
         help="auto: submodules that can't be captured run eagerly",
     )
-    _size_arguments(parser)
+    size_arguments(parser)
 
 
 def _plan_arguments(parser: ArgumentParser) -> None:
@@ -195,14 +201,8 @@ def _plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _known_model_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--model", help=f"the model of the plan: {MODEL}")
+    known_model_arguments(parser)
     parser.add_argument("--cluster", help="cluster to price on; default: the plan's")
-    _size_arguments(parser)
-
-
-def _size_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, help="batch size of the example; default: that of the model's example")
-    parser.add_argument("--seq", type=int, default=128, help="sequence length of the example of an hf: model")
 
 
 # -- the commands ----------------------------------------------------------------------
@@ -243,10 +243,10 @@ def run_explain(options: Namespace, console: Console) -> int:
         if options.model is None:
             raise InputError("--op needs the model of the plan: --model FILE.py:FUNCTION")
         with Status("pricing the alternatives", console=Console(stderr=True)):
-            explanation = explain(plan, _graph(options, plan), op=options.op, cluster=options.cluster)
+            explanation = explain(plan, graph_for(options, plan), op=options.op, cluster=options.cluster)
         console.print(explanation)
     elif options.model is not None:
-        console.print(explain(plan, _graph(options, plan), cluster=options.cluster))
+        console.print(explain(plan, graph_for(options, plan), cluster=options.cluster))
     elif options.cluster is not None:
         raise InputError("--cluster prices the plan anew, which needs its model: --model FILE.py:FUNCTION")
     else:
@@ -257,17 +257,10 @@ def run_explain(options: Namespace, console: Console) -> int:
 def run_diff(options: Namespace, console: Console) -> int:
     a, b = read_plan(options.a), read_plan(options.b)
     with Status("comparing", console=Console(stderr=True)):
-        graph = _graph(options, a) if options.model is not None else None
+        graph = graph_for(options, a) if options.model is not None else None
         difference = diff(a, b, graph, cluster=options.cluster)
     console.print(difference)
     return 0
-
-
-def _graph(options: Namespace, plan: Plan) -> Graph:
-    """The graph of a model in the precision that a plan was made for."""
-    module, example = load_model(options.model, options.batch, options.seq, meta=True)
-    names = (predicted["for"].get("precision") for predicted in plan.predicted.values())
-    return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
 
 
 def run_compile(options: Namespace, console: Console) -> int:
@@ -330,6 +323,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "plan": run_plan,
     "explain": run_explain,
     "diff": run_diff,
+    "report": run_report,
     "simulate": run_simulate,
     "compile": run_compile,
     "verify": run_verify,

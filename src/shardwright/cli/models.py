@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -18,6 +19,10 @@ from ..batch_dim import find_batch_dim
 from ..errors import InputError, ShardwrightError
 from ..formats import Faults, anything, either, listing, nothing, raise_faults, read_json, record, show
 from ..formats import text as text_schema
+from ..ir import Graph
+from ..parallelize import captured_graph
+from ..plan import Plan
+from ..precision import NAMED
 from ..verify.parity import arguments_of
 
 MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
@@ -41,6 +46,24 @@ def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) ->
     result = make()
     model, example = _parts(result, text)
     return model, example if batch is None else resize_batch(example, batch)
+
+
+def known_model_arguments(parser: ArgumentParser) -> None:
+    """The model of a plan file, and the size of its example."""
+    parser.add_argument("--model", help=f"the model of the plan: {MODEL}")
+    size_arguments(parser)
+
+
+def size_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, help="batch size of the example; default: that of the model's example")
+    parser.add_argument("--seq", type=int, default=128, help="sequence length of the example of an hf: model")
+
+
+def graph_for(options: Namespace, plan: Plan) -> Graph:
+    """The graph of the model that is named, in the precision that a plan was made for."""
+    module, example = load_model(options.model, options.batch, options.seq, meta=True)
+    names = (predicted["for"].get("precision") for predicted in plan.predicted.values())
+    return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
 
 
 def _import_file(path: Path) -> Any:

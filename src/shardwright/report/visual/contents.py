@@ -98,11 +98,12 @@ class ModelContents:
             traits = price.priced.tables.moves.traits
             memory = memory_curve(memory_over_step(lowered, price.training, traits), names)
         for priced in tables:
-            builder.price(priced)
+            builder.price(priced, 1.0 / (price.pp_ranks if isinstance(price, PipelinePrice) else 1))
         timeline = with_details(timeline, details, names)
         tree, rows = builder.finish(names)
         return {
             "timeline": timeline, "curves": memory, "tree": tree, "names": names.items, "rowOf": rows,
-            "layouts": layouts.items, "inputs": builder.inputs.items, "sources": sources.items,
+            "layouts": layouts.items, "inputs": builder.inputs.items, "texts": builder.texts.items,
+            "sources": sources.items,
             "code": code_of(self.graph, self.programs),
         }  # fmt: skip

@@ -36,8 +36,9 @@ class LayoutTable(Interned):
 
 
 def short(value: float) -> float:
-    """A number in five digits, as a report writes it."""
-    return float(f"{value:.5g}") if math.isfinite(value) else 0.0
+    """A number in four digits, as plan files and reports write it."""
+    rounded = float(f"{value:.4g}") if math.isfinite(value) else 0.0
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
 
 
 def shorts(values: Sequence[float]) -> list[float]:

@@ -60,7 +60,11 @@ class VisualReport:
         return part.replace(path)
 
     def _repr_html_(self) -> str:
-        """The report in a frame of its own, so that its style and the notebook's leave each other alone."""
+        return self.frame
+
+    @property
+    def frame(self) -> str:
+        """The report in a frame of its own, so that its style and a notebook's leave each other alone."""
         style = f"width:100%;height:{HEIGHT}px;border:1px solid #8884;border-radius:8px"
         text = html.escape(self.html, quote=True)
         return f'<iframe srcdoc="{text}" sandbox="allow-scripts" style="{style}" title="shardwright report"></iframe>'

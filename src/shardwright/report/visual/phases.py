@@ -23,7 +23,7 @@ COMPUTE, BLOCKING, OVERLAPPED, EXPOSED, UPDATE = range(5)  # kinds of blocks
 PHASES = ("forward", "backward")
 
 
-class Block(NamedTuple):
+class TimelineBlock(NamedTuple):
     """A stretch of a lane."""
 
     name: str
@@ -34,11 +34,11 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class TimelinePhase:
     """Blocks of one phase of one microbatch, and how long it takes in all."""
 
     seconds: float
-    blocks: tuple[Block, ...] = field(repr=False)
+    blocks: tuple[TimelineBlock, ...] = field(repr=False)
 
     def as_json(self, names: Interned) -> dict[str, Any]:
         """Columns, in microseconds; ops by their number in `names`."""
@@ -52,7 +52,7 @@ class Phase:
         }
 
 
-def phases_of(priced: PricedTables, graph: Graph, overlap: float) -> dict[str, Phase]:
+def phases_of(priced: PricedTables, graph: Graph, overlap: float) -> dict[str, TimelinePhase]:
     """Forward and backward of one microbatch, and the update after all of them."""
     parts = list(priced.parts())
     used = sum((part.used for part in parts), np.zeros(len(Resource)))
@@ -85,20 +85,20 @@ def _place(part: StepPart, order: Mapping[str, int]) -> tuple[int, int]:
 
 def _phase(
     parts: Sequence[StepPart], when: str, total: float, times: int, readers: Mapping[str, tuple[str, str]]
-) -> Phase:
+) -> TimelinePhase:
     compute, send = Resource[f"COMPUTE_{when.upper()}"], Resource[f"SEND_{when.upper()}"]
-    blocks: list[Block] = []
+    blocks: list[TimelineBlock] = []
     now = 0.0
     for part in parts if when == "forward" else reversed(parts):
         op = part.reader or part.name
         for kind, seconds in ((COMPUTE, float(part.used[compute])), (BLOCKING, float(part.used[send]))):
             if seconds > 0:
-                blocks.append(Block(_name(part, kind, when), kind, now, seconds, op))
+                blocks.append(TimelineBlock(_name(part, kind, when), kind, now, seconds, op))
                 now += seconds
     beside = list(_overlapped(parts, when, times, blocks, readers))
     if total - now > 1e-9 * total:
-        blocks.append(Block("exposed overlapped communication", EXPOSED, now, total - now, ""))
-    return Phase(seconds=total, blocks=(*blocks, *_on_a_lane(beside, when, total)))
+        blocks.append(TimelineBlock("exposed overlapped communication", EXPOSED, now, total - now, ""))
+    return TimelinePhase(seconds=total, blocks=(*blocks, *_on_a_lane(beside, when, total)))
 
 
 def _name(part: StepPart, kind: int, when: str) -> str:
@@ -119,7 +119,7 @@ class OverlappedBlock(NamedTuple):
 
 
 def _overlapped(
-    parts: Sequence[StepPart], when: str, times: int, blocks: Sequence[Block], readers: Mapping[str, tuple[str, str]]
+    parts: Sequence[StepPart], when: str, times: int, blocks: Sequence[TimelineBlock], readers: Mapping[str, tuple[str, str]]
 ) -> Iterator[OverlappedBlock]:
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _overlapped(
                 yield OverlappedBlock(message, message.seconds / times, bound, part.name)
 
 
-def _on_a_lane(waiting: Sequence[OverlappedBlock], when: str, total: float) -> Iterator[Block]:
+def _on_a_lane(waiting: Sequence[OverlappedBlock], when: str, total: float) -> Iterator[TimelineBlock]:
     """Overlapped collectives one after the other, none behind the end of the phase."""
     ordered = sorted(waiting, key=lambda item: item.bound)
     left = sum(item.seconds for item in ordered)
@@ -148,11 +148,11 @@ def _on_a_lane(waiting: Sequence[OverlappedBlock], when: str, total: float) -> I
         wanted = min(item.bound, later) - item.seconds if gathers else item.bound
         start = min(max(now, wanted), max(now, total - left))
         name = f"{item.message.collective} over {', '.join(item.message.axes)}"
-        yield Block(name, OVERLAPPED, start, item.seconds, item.op)
+        yield TimelineBlock(name, OVERLAPPED, start, item.seconds, item.op)
         now, left = start + item.seconds, left - item.seconds
 
 
-def _update(parts: Sequence[StepPart], total: float) -> Phase:
+def _update(parts: Sequence[StepPart], total: float) -> TimelinePhase:
     """The optimizer, then what gathers or sums what it has changed."""
     sums: dict[str, float] = {}
     for part in parts:
@@ -161,8 +161,8 @@ def _update(parts: Sequence[StepPart], total: float) -> Phase:
                 name = f"{message.collective} over {', '.join(message.axes)}"
                 sums[name] = sums.get(name, 0.0) + message.seconds
     now = max(0.0, total - sum(sums.values()))
-    blocks = [Block("optimizer.step", UPDATE, 0.0, now, "")] if now > 1e-9 * total else []
+    blocks = [TimelineBlock("optimizer.step", UPDATE, 0.0, now, "")] if now > 1e-9 * total else []
     for name, seconds in sums.items():
-        blocks.append(Block(name, BLOCKING, now, seconds, ""))
+        blocks.append(TimelineBlock(name, BLOCKING, now, seconds, ""))
         now += seconds
-    return Phase(seconds=total, blocks=tuple(blocks))
+    return TimelinePhase(seconds=total, blocks=tuple(blocks))

@@ -13,7 +13,7 @@ from ...plan import Plan
 from ...schedule import Schedule, SimulatedRun, Step, show_devices
 from ..pipeline import pipeline_devices, simulated
 from .interning import Interned
-from .phases import Phase
+from .phases import TimelinePhase
 
 MOST_STEPS = 24_000  # that are drawn, of all pipeline ranks
 KINDS = {"P": "prologue", "F": "forward", "B": "backward", "W": "weight gradients"}
@@ -62,7 +62,7 @@ def _columns(steps: Sequence[Step], starts: Sequence[float], ends: Sequence[floa
     }  # fmt: skip
 
 
-def flat_timeline(phases: Mapping[str, Phase], accumulate: int) -> dict[str, Any]:
+def flat_timeline(phases: Mapping[str, TimelinePhase], accumulate: int) -> dict[str, Any]:
     """One lane for all ranks: forward and backward, as often as gradients are accumulated, then the update."""
     steps, starts, ends = [], [], []
     now = 0.0
@@ -85,7 +85,7 @@ def flat_timeline(phases: Mapping[str, Phase], accumulate: int) -> dict[str, Any
 
 
 def with_details(
-    timeline: dict[str, Any], phases: Sequence[Mapping[str, Phase]], names: Interned
+    timeline: dict[str, Any], phases: Sequence[Mapping[str, TimelinePhase]], names: Interned
 ) -> dict[str, Any]:
     """The timeline with what is inside of a step of each stage."""
     details = [{when: phase.as_json(names) for when, phase in stage.items()} for stage in phases]

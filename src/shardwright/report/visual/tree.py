@@ -64,6 +64,7 @@ class TreeBuilder:
 
     def __init__(self, plan: Plan, graph: Graph, layouts: LayoutTable, sources: Interned) -> None:
         self.graph, self.layouts, self.sources, self.inputs = graph, layouts, sources, Interned()
+        self.texts = Interned()
         self.choices = plan.choices(graph.entry)
         self.recomputed = {path for stage in plan.entries[graph.entry] for path in stage.recompute}
         self.root = TreeNode("")
@@ -100,15 +101,16 @@ class TreeBuilder:
         source = None if op.source is None else (str(op.source), op.source.code)
         facts: dict[str, Any] = {
             "kind": op.name.rpartition("/ ")[2], "shape": list(value.shape), "dtype": value.dtype,
-            "choice": describe_choice(self.choices.get(op.name, {})),
+            "choice": self.texts.number(describe_choice(self.choices.get(op.name, {}))),
         }  # fmt: skip
-        if op.target != f"aten.{facts['kind']}.default":
-            facts["target"] = op.target
+        facts["target"] = self.texts.number(op.target)
         layout = program.layouts.get(op.outputs[0])
         if layout is not None:
             facts["layout"] = self.layouts.layout(layout)
             facts["local"] = list(layout.local_shape(value.shape, program.mesh.sizes, first))
-        facts["inputs"] = [self._input(name, program) for name in lowered.inputs if name in program.layouts]
+        facts["inputs"] = [
+            self._input(name, program, op.module_path) for name in lowered.inputs if name in program.layouts
+        ]
         if source is not None:
             facts["source"] = self.sources.number(source, list(source))
         if constant:
@@ -117,10 +119,9 @@ class TreeBuilder:
             facts["recomputed"] = 1
         return facts
 
-    def _input(self, name: str, program: LoweredProgram) -> int:
-        """The number of an input in `inputs`: what it is called, its shape, its layout."""
-        parameter = self.graph.parameter_of(graph_value(name))
-        word = word_of(graph_value(name)) if parameter is None else parameter.key.rpartition(".")[2]
+    def _input(self, name: str, program: LoweredProgram, path: str) -> int:
+        """The number of an input in `inputs`: what it is called in its module, its shape, its layout."""
+        word = word_of(graph_value(name).removeprefix(path.replace(".", "_") + "_"))
         shape, layout = list(program.values[name].shape), self.layouts.layout(program.layouts[name])
         return self.inputs.number((word, *shape, layout), [word, shape, layout])
 
@@ -133,20 +134,21 @@ class TreeBuilder:
             "parameter": spec.name.rpartition(".")[2], "shape": list(spec.shape), "dtype": spec.dtype,
             "layout": self.layouts.layout(spec.layout),
             "local": list(spec.layout.local_shape(spec.shape, program.mesh.sizes, first)),
-            "storage": ", ".join(f"{spec.storage.describe()} over {axis}" for axis in spec.storage.axes)
-            or "replicated",
-            "sums": sums if spec.trainable else [], "trainable": spec.trainable,
+            "stored": self.texts.number(_stored_text(spec, sums)),
             "bytes": [int(stored.parameter), int(stored.gradient) if spec.trainable else 0],
         }  # fmt: skip
 
-    def price(self, priced: PricedTables) -> None:
-        """Add what ops, reshards and parameters cost. A reshard is its reader's; of several readers its maker's."""
+    def price(self, priced: PricedTables, share: float) -> None:
+        """Add what ops, reshards and parameters cost. A reshard is its reader's; of several readers its maker's.
+
+        share   of a mean device: 1 by the number of pipeline ranks, as in the plan file
+        """
         columns = [Resource[name] for name in COSTS]
         for part in priced.parts():
             row = self.row_of.get(part.reader or part.name)
             if row is None:
                 continue
-            scale = np.array([1.0 if name in ("UPDATE", "KEPT") else priced.times for name in COSTS])
+            scale = np.array([{"UPDATE": share, "KEPT": 1.0}.get(name, share * priced.times) for name in COSTS])
             row.costs += scale * part.used[columns]
             sent = [message for message in part.messages if message.axes]
             if part.kind == "reshard" and sent and part.layouts is not None:
@@ -157,7 +159,7 @@ class TreeBuilder:
                     "from": self.layouts.layout(part.layouts[0]), "to": self.layouts.layout(part.layouts[1]),
                     "value": part.name.rpartition("/ ")[2] if part.name in self.row_of else part.name, **shown,
                 }  # fmt: skip
-                row.reshards.append((facts, sum(message.seconds for message in sent)))
+                row.reshards.append((facts, share * sum(message.seconds for message in sent)))
 
     def finish(self, names: Interned) -> tuple[dict[str, Any], list[int]]:
         """The folded tree as data, and for each name in `names` the number of its row (-1: none)."""
@@ -167,6 +169,12 @@ class TreeBuilder:
         for name in numbers:
             names.number(name)
         return tree, [numbers.get(name.partition(" < ")[0], -1) for name in names.items]
+
+
+def _stored_text(spec: ParameterSpec, sums: Sequence[str]) -> tuple[str, str]:
+    """How a parameter is stored, and over which axes its gradient is summed."""
+    how = ", ".join(f"{spec.storage.describe()} over {axis}" for axis in spec.storage.axes) or "replicated"
+    return how, ", ".join(sums) if spec.trainable else "frozen"
 
 
 def _inside(path: str, outer: str) -> bool:
@@ -220,7 +228,7 @@ def _written(node: TreeNode, numbers: dict[str, int], counter: Iterator[int]) ->
 
 
 def _row(row: TreeRow, number: int) -> dict[str, Any]:
-    shown = {**row.facts, "id": number, "costs": [cost or 0 for cost in shorts(row.costs.tolist())]}
+    shown = {**row.facts, "id": number, "costs": shorts(row.costs.tolist())}
     if shown.get("local") == shown["shape"]:
         del shown["local"]
     if len(row.names) > 1:

@@ -157,6 +157,19 @@ function section(id, title, about, body) {
   });
 }
 
+/** What is made when it comes near the part of the page that is seen. */
+function lazily(height, make) {
+  const box = h("div", { style: { "min-height": `${height}px` } });
+  const observer = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    observer.disconnect();
+    box.replaceChildren(make());
+    box.style.minHeight = "";
+  }, { rootMargin: "500px" });
+  observer.observe(box);
+  return box;
+}
+
 function redraw() {
   for (const draw of REDRAW) draw();
 }

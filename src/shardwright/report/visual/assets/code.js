@@ -7,7 +7,7 @@ const TOKENS = new RegExp(`(#.*$)|("(?:[^"\\\\]|\\\\.)*"|'(?:[^'\\\\]|\\\\.)*')|
 function codeView() {
   const known = PLANS.filter((plan) => plan.code && plan.code.generated.length);
   if (!known.length) return null;
-  return h("div", {}, known.map((plan) => [TWO ? h("h3", {}, planTitle(PLANS.indexOf(plan))) : null, codePanes(plan)]));
+  return h("div", {}, known.map((plan) => [TWO ? h("h3", {}, planTitle(PLANS.indexOf(plan))) : null, lazily(596, () => codePanes(plan))]));
 }
 
 function coloured(text) {

@@ -75,7 +75,7 @@ function timeView() {
     TWO ? h("div.caption", {}, h("span", {}, planTitle(at)), h("span", {}, time(plan.predicted.seconds))) : null,
     h("div.stack", { role: "img", "aria-label": plan.predicted.parts.map((part) => `${part.name} ${time(part.seconds)}`).join(", "), style: { width: `${(100 * plan.predicted.seconds) / longest}%` } },
       plan.predicted.parts.filter((part) => part.seconds > 0).map((part) => h("i", {
-        style: { flex: `${part.seconds} 0 0`, background: `var(${PART_COLOURS[part.name]})` },
+        style: { width: `${(100 * part.seconds) / plan.predicted.seconds}%`, background: `var(${PART_COLOURS[part.name]})` },
         onmousemove: (event) => showTip(event, h("b", {}, part.name), tipRow("predicted", time(part.seconds)), tipRow("of the step", percent(part.seconds / plan.predicted.seconds))), onmouseleave: hideTip,
       })))));
   const names = [...new Set(known.flatMap(([plan]) => plan.predicted.parts.map((part) => part.name)))];

@@ -48,6 +48,7 @@ function memoryPlot(plan, top) {
   function draw() {
     const { context: c, width } = fitted(canvas, height);
     const high = (limit < 1.6 * top ? Math.max(top, limit) : top) * 1.06;
+    if (width <= gutter + 8) return;
     const inner = width - gutter - 2, plotted = height - bottom - 8;
     const x = (at) => gutter + (inner * at) / Math.max(1, rank.names.length), y = (value) => 8 + plotted * (1 - value / high);
     c.font = `11px ${getComputedStyle(document.body).fontFamily}`;

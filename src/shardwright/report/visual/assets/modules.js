@@ -1,6 +1,7 @@
 "use strict";
 // The module tree: equal layers as one, each op with its shape, layout, cost and reshards. Rows are made when opened.
 
+const MOST_CHILDREN = 200;  // of a module that are shown at first
 const TREES = [];  // of each plan: its nodes by row
 
 function modulesView() {
@@ -32,7 +33,7 @@ function total(row) {
 /** The path of a node, and of its rows the names as search knows them. */
 class ModuleTree {
   constructor(plan, other, only) {
-    Object.assign(this, { plan, other, only, items: new Map(), nodes: new Map(), rows: new Map(), paths: [] });
+    Object.assign(this, { plan, other, only, items: new Map(), limits: new Map(), rows: new Map(), paths: [] });
     this.prepare(plan.tree, "", null);
     this.most = plan.tree.seconds || 1;
     this.open = new Set([plan.tree]);
@@ -51,6 +52,7 @@ class ModuleTree {
       row.path = row.parameter !== undefined ? (path ? `${path}.${row.parameter}` : row.parameter) : `${path} / ${row.kind}`.trim();
       this.rows.set(row.id, row);
       this.paths.push([row.path, row.id]);
+      if (this.plan.texts) this.spell(row);
       if (row.costs) {
         node.parts[0] += row.costs[0] + row.costs[1];
         node.parts[1] += row.costs[2] + row.costs[3];
@@ -63,6 +65,14 @@ class ModuleTree {
     }
     node.seconds = node.parts[0] + node.parts[1];
     if (path) this.paths.push([path, node]);
+  }
+
+  /** Texts in the place of their numbers. */
+  spell(row) {
+    const { texts } = this.plan;
+    if (row.target !== undefined) row.target = texts[row.target];
+    if (row.choice !== undefined) row.choice = texts[row.choice];
+    if (row.stored !== undefined) [row.storage, row.sums] = texts[row.stored];
   }
 
   passes(row) {
@@ -105,8 +115,10 @@ class ModuleTree {
 
   children(node, level) {
     const rows = node.rows.filter((row) => this.passes(row)).map((row) => this.row(row, level));
-    const nodes = node.children.filter((child) => !this.filtered() || some(child, (row) => this.passes(row))).map((child) => this.node(child, level));
-    return [...nodes, ...rows];
+    const nodes = node.children.filter((child) => !this.filtered() || some(child, (row) => this.passes(row)));
+    const most = this.limits.get(node) || MOST_CHILDREN;
+    const more = nodes.length > most ? h("li", { role: "none" }, h("button.link", { type: "button", style: { margin: `4px 0 8px ${level * 17 + 25}px` }, onclick: () => { this.limits.set(node, most + 2 * MOST_CHILDREN); ModuleTree.show(this); } }, `${count(nodes.length - most)} more modules`)) : null;
+    return [...nodes.slice(0, most).map((child) => this.node(child, level)), more, ...rows];
   }
 
   node(node, level) {
@@ -176,7 +188,11 @@ class ModuleTree {
     for (const key of Object.keys(this.only)) this.only[key] = false;
     document.querySelectorAll("#modules .tools [aria-pressed]").forEach((button) => button.setAttribute("aria-pressed", "false"));
     this.open.add(what);
-    for (let node = what.node || what.parent; node; node = node.parent) this.open.add(node);
+    for (let node = what.node || what.parent, child = what; node; child = node, node = node.parent) {
+      this.open.add(node);
+      const at = node.children.indexOf(child);
+      if (at >= (this.limits.get(node) || MOST_CHILDREN)) this.limits.set(node, at + MOST_CHILDREN);
+    }
     ModuleTree.show(this);
     const item = this.items.get(what);
     if (!item) return;
@@ -216,12 +232,12 @@ function facts(plan, row, before, other) {
   const c = row.costs;
   const costs = c ? [["kernels", c[0] + c[1], `forward ${time(c[0])}, backward ${time(c[1])}`], ["blocking communication", c[2] + c[3], `forward ${time(c[2])}, backward ${time(c[3])}`], ["overlapped communication", c[4] + c[5], `forward ${time(c[4])}, backward ${time(c[5])}`], ["update", c[6], time(c[6])]].filter(([, seconds]) => seconds > 0) : [];
   const items = [
-    row.target ? ["op", h("code", {}, row.target)] : row.kind && layouts ? ["op", h("code", {}, `aten.${row.kind}.default`)] : null,
+    row.target ? ["op", h("code", {}, row.target)] : null,
     row.shape ? ["shape", [shown(row.shape, row.layout), h("span.quiet", {}, ` ${row.dtype}, on a rank [${(row.local || row.shape).join(", ")}]`)]] : null,
     row.choice ? ["split on", row.choice] : null,
     (row.inputs || []).length ? ["inputs", row.inputs.map((number) => { const [word, sizes, layout] = plan.inputs[number]; return h("div", {}, `${word} `, shown(sizes, layout)); })] : null,
-    row.storage ? ["stored", `${row.storage}${row.trainable === false ? ", frozen" : ""}`] : null,
-    row.sums && row.sums.length ? ["gradient", `summed over ${row.sums.join(", ")}`] : null,
+    row.storage ? ["stored", row.storage] : null,
+    row.sums ? ["gradient", row.sums === "frozen" ? "none: it is frozen" : `summed over ${row.sums}`] : null,
     row.bytes ? ["on a rank", `${bytes(row.bytes[0])} of the parameter, ${bytes(row.bytes[1])} of its gradient${row.times > 1 ? " (of each)" : ""}`] : null,
     ...(row.reshards || []).map((reshard) => ["reshard", h("div", {}, h("b", {}, reshard.value), " ", reshardText(reshard), h("span.quiet", {}, ` (forward / backward), ${time(reshard.seconds)}: from ${states(layouts[reshard.from])} to ${states(layouts[reshard.to])}`))]),
     ...costs.map(([name, , text]) => [`predicted ${name}`, text]),
