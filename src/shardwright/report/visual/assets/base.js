@@ -64,6 +64,11 @@ function sum(values) {
   return values.reduce((total, value) => total + value, 0);
 }
 
+/** A dotted name that may break behind its dots. */
+function breakable(name) {
+  return name.split(/(?<=[./_])/).flatMap((part, at) => (at ? [h("wbr"), part] : [part]));
+}
+
 // -- colours
 
 function axisNames() {
@@ -138,7 +143,7 @@ function hideTip() {
 }
 
 function tipRow(label, value, shade) {
-  return h("div.row", {}, h("span", {}, shade ? dot(shade) : null, label), h("span", {}, value));
+  return h("div.tiprow", {}, h("span", {}, shade ? dot(shade) : null, label), h("span", {}, value));
 }
 
 // -- sections and what redraws when the theme or the size changes

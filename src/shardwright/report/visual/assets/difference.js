@@ -8,10 +8,10 @@ function differenceView() {
   const { rows, totals, parts } = difference;
   const table = (head_, body) => h("div.scroll", { tabindex: "0", role: "group", "aria-label": "table" }, h("table", {}, head_, h("tbody", {}, body)));
   const change = (a, b, format) => (b === a ? "" : `${b > a ? "+" : "−"}${format(Math.abs(b - a))}`);
-  const most = 40;
+  const most = 12;
   let all = false;
   const decisions = h("div");
-  const fill = () => decisions.replaceChildren(table(head("what", "name", "plan A", "plan B"), (all ? rows : rows.slice(0, most)).map(([what, name, a, b]) => h("tr", {}, h("td.quiet", {}, what), h("td.wrap.mono", {}, name), h("td.wrap", {}, a), h("td.wrap", {}, b)))),
+  const fill = () => decisions.replaceChildren(table(head("what", "name", "plan A", "plan B"), (all ? rows : rows.slice(0, most)).map(([what, name, a, b]) => h("tr", {}, h("td.quiet", {}, what), h("td.wrap.mono", {}, breakable(name)), h("td.wrap", {}, a), h("td.wrap", {}, b)))),
     !all && rows.length > most ? h("button.link", { type: "button", onclick: () => { all = true; fill(); } }, `and ${rows.length - most} more`) : "");
   fill();
   return h("div", {}, totals.length ? [h("h3", {}, "Predicted cost"), table(head("", "plan A", "plan B", "difference", ""), totals.map(([what, a, b, isBytes]) => {

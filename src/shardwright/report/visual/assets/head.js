@@ -88,8 +88,8 @@ function timeView() {
 
 function expensive(title, plan, parts, at) {
   const most = Math.max(...parts.map((part) => part.seconds), 1e-12);
-  return h("div", {}, h("h3", {}, TWO ? `${title}, plan ${LETTERS[at]}` : title), parts.length ? h("div.scroll", {}, h("table", {}, h("tbody", {}, parts.map((part) => h("tr", {},
-    h("td.wrap", {}, part.name, part.sends ? h("div.small.quiet", {}, part.sends) : null),
+  return h("div", {}, h("h3", {}, TWO ? `${title}, plan ${LETTERS[at]}` : title), parts.length ? h("div", {}, h("table.parts", {}, h("tbody", {}, parts.map((part) => h("tr", {},
+    h("td.wrap", {}, breakable(part.name), part.sends ? h("div.small.quiet", {}, part.sends) : null),
     h("td", { style: { width: "22%" } }, h("div.track", {}, h("i", { style: { width: `${(100 * part.seconds) / most}%`, background: part.sends ? "var(--blocking)" : "var(--compute)" } }))),
     h("td.number", {}, `${count(part.count)}×`), h("td.number", {}, time(part.seconds)), h("td.number.quiet", {}, percent(part.seconds / plan.predicted.seconds))))))) : h("p.quiet", {}, "none"));
 }

@@ -101,7 +101,7 @@ function drawnNodes(plan) {
         const share = place && total > 1 ? place.rank / Math.max(1, total - 1) : 0.35;
         const button = h("button.device", {
           type: "button", tabindex: rank === 0 ? "0" : "-1", "data-rank": rank, "aria-label": `device ${rank}`,
-          style: { "--d": `color-mix(in oklab, var(--backward) ${Math.round(22 + 68 * share)}%, var(--card))`, "--on": share > 0.45 ? "#fff" : "var(--ink)", "border-radius": few ? "" : "3px", "border-width": few ? "" : "1.5px" },
+          style: { "--d": `color-mix(in oklab, var(--backward) ${Math.round(34 + 60 * share)}%, var(--card))`, "--on": share > 0.45 ? "#fff" : "var(--ink)", "border-radius": few ? "" : "3px", "border-width": few ? "" : "1.5px" },
           onmouseenter: () => { device = rank; update(); }, onfocus: () => { device = rank; update(); },
           onkeydown: (event) => {
             const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: size, ArrowUp: -size }[event.key];

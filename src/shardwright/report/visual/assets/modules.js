@@ -1,7 +1,7 @@
 "use strict";
 // The module tree: equal layers as one, each op with its shape, layout, cost and reshards. Rows are made when opened.
 
-const MOST_CHILDREN = 200;  // of a module that are shown at first
+const MOST_CHILDREN = 120;  // of a module that are shown at first
 const TREES = [];  // of each plan: its nodes by row
 
 function modulesView() {
@@ -114,11 +114,11 @@ class ModuleTree {
   }
 
   children(node, level) {
-    const rows = node.rows.filter((row) => this.passes(row)).map((row) => this.row(row, level));
-    const nodes = node.children.filter((child) => !this.filtered() || some(child, (row) => this.passes(row)));
+    const inside = [...node.children.filter((child) => !this.filtered() || some(child, (row) => this.passes(row))), ...node.rows.filter((row) => this.passes(row))];
     const most = this.limits.get(node) || MOST_CHILDREN;
-    const more = nodes.length > most ? h("li", { role: "none" }, h("button.link", { type: "button", style: { margin: `4px 0 8px ${level * 17 + 25}px` }, onclick: () => { this.limits.set(node, most + 2 * MOST_CHILDREN); ModuleTree.show(this); } }, `${count(nodes.length - most)} more modules`)) : null;
-    return [...nodes.slice(0, most).map((child) => this.node(child, level)), more, ...rows];
+    const items = inside.slice(0, most).map((each) => (each.children ? this.node(each, level) : this.row(each, level)));
+    if (inside.length > most) items.push(h("li", { role: "treeitem", "aria-level": level + 1, tabindex: "-1" }, h("button.link", { type: "button", tabindex: "-1", style: { margin: `4px 0 8px ${level * 17 + 25}px` }, onclick: () => { this.limits.set(node, most + 2 * MOST_CHILDREN); ModuleTree.show(this); } }, `${count(inside.length - most)} more`)));
+    return items;
   }
 
   node(node, level) {
@@ -190,7 +190,7 @@ class ModuleTree {
     this.open.add(what);
     for (let node = what.node || what.parent, child = what; node; child = node, node = node.parent) {
       this.open.add(node);
-      const at = node.children.indexOf(child);
+      const at = child.children ? node.children.indexOf(child) : node.children.length + node.rows.indexOf(child);
       if (at >= (this.limits.get(node) || MOST_CHILDREN)) this.limits.set(node, at + MOST_CHILDREN);
     }
     ModuleTree.show(this);

@@ -5,7 +5,7 @@
 const STEP_NAMES = { P: "prologue", F: "forward", B: "backward", W: "weight gradients", U: "sync and update" };
 const STEP_COLOURS = { P: "inputs", F: "forward", B: "backward", W: "weight", U: "update" };
 const STEP_PHASES = { F: "forward", B: "backward", U: "update" };
-const BLOCK_COLOURS = ["compute", "blocking", "overlapped", "exposed", "update"];
+const BLOCK_COLOURS = ["compute", "blocking", "overlapped", "overlapped", "update"];
 const WINDOW = { start: 0, end: 1 };  // that all timelines show, as fractions of the longest
 
 function timelineView() {
@@ -144,7 +144,7 @@ class TimelinePlot {
   pick(event) {
     const hit = this.hit(event);
     if (!hit) return;
-    const content = this.describe(hit).flatMap((item) => [...(item.classList.contains("row") ? [" · ", ...[...item.childNodes].flatMap((child) => [child.textContent, " "])] : [item])]);
+    const content = this.describe(hit).flatMap((item) => [...(item.classList.contains("tiprow") ? [" · ", ...[...item.childNodes].flatMap((child) => [child.textContent, " "])] : [item])]);
     const row = hit.detail ? this.plan.rowOf[hit.detail.ops[hit.block]] : -1;
     this.say(...content, row !== undefined && row >= 0 ? [" ", h("button.link", { type: "button", onclick: () => reveal(this.plan, row) }, "show in modules")] : null);
   }
@@ -260,7 +260,7 @@ class TimelinePlot {
     const room = Math.min(x + w, this.gutter + this.inner) - Math.max(x, this.gutter) - 6;
     const text = [kind && path && path !== name ? `${path} ${kind}` : kind || name, kind || name].find((words) => c.measureText(words).width <= room);
     if (!text) return;
-    c.fillStyle = detail.kinds[at] === 2 ? "#241a05" : "#ffffff";
+    c.fillStyle = BLOCK_COLOURS[detail.kinds[at]] === "overlapped" ? "#241a05" : "#ffffff";
     c.textAlign = "center";
     c.fillText(text, Math.max(x, this.gutter) + room / 2 + 3, y + 0.5);
   }
