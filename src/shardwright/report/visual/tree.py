@@ -173,7 +173,7 @@ class TreeBuilder:
 
 def _stored_text(spec: ParameterSpec, sums: Sequence[str]) -> tuple[str, str]:
     """How a parameter is stored, and over which axes its gradient is summed."""
-    how = ", ".join(f"{spec.storage.describe()} over {axis}" for axis in spec.storage.axes) or "replicated"
+    how = f"{spec.storage.title} over {', '.join(spec.storage.axes)}" if spec.storage.axes else "replicated"
     return how, ", ".join(sums) if spec.trainable else "frozen"
 
 
