@@ -93,6 +93,19 @@ def test_rows_of_a_batch_are_split_only_where_inputs_are_rows(net, capsys):
     assert "mesh dp=2" in capsys.readouterr().out
 
 
+def test_a_plan_is_drawn_alone_with_its_model_and_beside_another(net, tmp_path, capsys):
+    for name, plan in (("plan", "tp=2"), ("other", "dp=2")):
+        assert main(["plan", net, "--plan", plan, "-o", f"{name}.json"]) == 0
+    capsys.readouterr()
+    assert main(["report", "plan.json", "-o", "drawn/report.html"]) == 0
+    assert "--model" in capsys.readouterr().out
+    assert main(["report", "plan.json", "other.json", "--model", net]) == 0
+    assert capsys.readouterr().out == "written to report.html\n"
+    alone, both = (tmp_path / "drawn/report.html").read_text(), (tmp_path / "report.html").read_text()
+    assert '"curves":' in both and '"curves":' not in alone
+    assert '"difference":' in both and '"difference":' not in alone
+
+
 def test_an_op_is_explained_on_the_terms_of_the_plan(net, capsys):
     assert main(["plan", net, "--plan", "tp=2", "--cluster", "2xH100", "-o", "plan.json"]) == 0
     capsys.readouterr()
@@ -464,7 +477,7 @@ def test_an_input_without_a_batch_dim_is_not_repeated():
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,diff,simulate,compile,verify,rehearse,calibrate,doctor,checkpoint" in done.stdout
+    assert "plan,explain,diff,report,simulate,compile,verify,rehearse,calibrate,doctor,checkpoint" in done.stdout
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):

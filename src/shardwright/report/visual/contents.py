@@ -74,9 +74,7 @@ class ModelContents:
         )  # fmt: skip
         staged = plan.is_pipeline
         programs = lower_pipeline(graph, plan, analysis).programs if staged else (lower(graph, plan, analysis),)
-        return ModelContents(
-            plan=plan, graph=graph, programs=programs, price=price, overlap=conditions.cluster.overlap
-        )
+        return ModelContents(plan=plan, graph=graph, programs=programs, price=price, overlap=conditions.cluster.overlap)
 
     def as_json(self) -> dict[str, Any]:
         plan, entry = self.plan, self.graph.entry
@@ -92,9 +90,7 @@ class ModelContents:
             timeline, memory = pipeline_timeline(plan, entry, run), pipeline_curves(price, run, names)
         else:
             timeline = flat_timeline(details[0], price.training.accumulate)
-            lowered = price.priced.tables.program(
-                plan.choices(entry), plan.storage, plan.entries[entry][0].recompute
-            )
+            lowered = price.priced.tables.program(plan.choices(entry), plan.storage, plan.entries[entry][0].recompute)
             traits = price.priced.tables.moves.traits
             memory = memory_curve(memory_over_step(lowered, price.training, traits), names)
         for priced in tables:

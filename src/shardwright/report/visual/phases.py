@@ -119,7 +119,11 @@ class OverlappedBlock(NamedTuple):
 
 
 def _overlapped(
-    parts: Sequence[StepPart], when: str, times: int, blocks: Sequence[TimelineBlock], readers: Mapping[str, tuple[str, str]]
+    parts: Sequence[StepPart],
+    when: str,
+    times: int,
+    blocks: Sequence[TimelineBlock],
+    readers: Mapping[str, tuple[str, str]],
 ) -> Iterator[OverlappedBlock]:
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}

@@ -127,9 +127,7 @@ class TreeBuilder:
 
     def _stored(self, spec: ParameterSpec, program: LoweredProgram, first: Mapping[str, int]) -> dict[str, Any]:
         stored = stored_bytes(program, spec)
-        sums = [
-            axis for axis in program.mesh.names if axis != MB and spec.layout.placement(axis) == REPLICATE
-        ]
+        sums = [axis for axis in program.mesh.names if axis != MB and spec.layout.placement(axis) == REPLICATE]
         return {
             "parameter": spec.name.rpartition(".")[2], "shape": list(spec.shape), "dtype": spec.dtype,
             "layout": self.layouts.layout(spec.layout),

@@ -226,7 +226,7 @@ class TimelinePlot {
   label(c, kind, at, lane, x, w, y, shades) {
     const text = kind === "U" ? "update" : this.line.drawn > 1 ? String(lane.microbatch[at]) : STEP_NAMES[kind];
     const visible = Math.min(x + w, this.gutter + this.inner) - Math.max(x, this.gutter);
-    if (visible < c.measureText(text).width + 6) return;
+    if (visible < c.measureText(text).width + 3) return;
     c.fillStyle = kind === "F" || kind === "W" ? "#10202e" : "#ffffff";
     if (kind === "W") c.fillStyle = "#ffffff";
     c.textAlign = "center";
