@@ -58,7 +58,8 @@ MAY_IMPORT = {
     "doctor": "errors capture runtime verify parallelize",
     "register": "errors ir rules ops capture probe runtime verify",
     "report": (
-        "errors formats layout storage reshard schedule ir rules cluster cost plan lower memory probe emit planning verify"
+        "errors formats layout storage reshard schedule ir rules cluster cost plan lower memory probe emit planning "
+        "verify"
     ),
     "train": (
         "errors formats options cluster cost ir plan precision planning compile runtime verify parallelize checkpoint "

@@ -1,4 +1,5 @@
-"""The command line: plan, explain, diff, report, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, train.
+"""The command line: plan, explain, diff, report, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, ...
+
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
@@ -42,7 +43,6 @@ from ..compile import write
 from ..errors import InputError, ShardwrightError
 from ..options import CompileOptions, Outputs, PipelineOptions
 from ..parallelize import cluster_size, planned, read_request
-from ..plan import Plan
 from ..plan.request import PlanRequest, read_source
 from ..plan.search_options import SearchOptions
 from ..planning import cluster_for, training_of
