@@ -99,8 +99,11 @@ def test_a_plan_is_drawn_alone_with_its_model_and_beside_another(net, tmp_path, 
     capsys.readouterr()
     assert main(["report", "plan.json", "-o", "drawn/report.html"]) == 0
     assert "--model" in capsys.readouterr().out
-    assert main(["report", "plan.json", "other.json", "--model", net]) == 0
-    assert capsys.readouterr().out == "written to report.html\n"
+    assert main(["report", "plan.json", "other.json", "--model", net, "--trace", "step.json"]) == 0
+    assert capsys.readouterr().out == "predicted trace written to step.json\nwritten to report.html\n"
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert main(["report", "plan.json", "--trace", "step.json"]) == 2
+    assert "without a pipeline needs its model" in capsys.readouterr().err
     alone, both = (tmp_path / "drawn/report.html").read_text(), (tmp_path / "report.html").read_text()
     assert '"curves":' in both and '"curves":' not in alone
     assert '"difference":' in both and '"difference":' not in alone

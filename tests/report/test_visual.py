@@ -16,6 +16,7 @@ from shardwright.report import explain, read_plan, report
 from shardwright.report.communication import format_bytes
 from shardwright.report.text import format_time
 from shardwright.report.visual.phases import EXPOSED, OVERLAPPED
+from shardwright.report.visual.trace import chrome_trace
 from tests.models.zoo import ZOO
 from tests.options import grouped
 from tests.report.llama import llama
@@ -200,3 +201,26 @@ def test_a_notebook_shows_a_plan_as_its_report(plans):
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert 'sandbox="allow-scripts"' in frame
     assert "<script" not in frame
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_predicted_trace_has_the_blocks_of_the_timeline(plans, graph, contents, name, tmp_path):
+    events = chrome_trace(contents[name])["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    ops = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    end = max(event["ts"] + event["dur"] for event in steps) * 1e-6
+    assert end == pytest.approx(contents[name]["timeline"]["total"] * 1e-6, rel=1e-3)
+    assert {event["args"]["op"] for event in ops} & {op.name for op in graph.ops}
+    for op in ops:
+        around = [s for s in steps if s["pid"] == op["pid"] and s["ts"] - 1 <= op["ts"] <= s["ts"] + s["dur"] + 1]
+        assert any(op["ts"] + op["dur"] <= step["ts"] + step["dur"] * 1.003 + 1 for step in around)
+    backward = [event for event in steps if event["name"].startswith("backward")]
+    inside = [
+        op for op in ops if any(b["ts"] < op["ts"] < b["ts"] + b["dur"] and b["pid"] == op["pid"] for b in backward)
+    ]
+    assert bool(inside) == (name != "split backward")
+
+
+def test_a_trace_needs_a_timeline(plans):
+    with pytest.raises(InputError, match="needs its model"):
+        chrome_trace(report(plans["flat"]).contents["plans"][0])

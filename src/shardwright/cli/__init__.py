@@ -1,5 +1,4 @@
-"""The command line: plan, explain, diff, report, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, ...
-
+"""The command line: a plan made, explained, compared and drawn; programs compiled, verified, rehearsed and trained.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json

@@ -22,6 +22,7 @@ def report_parser() -> ArgumentParser:
     parser.add_argument("other", type=Path, nargs="?", help="a second plan file, to compare with")
     known_model_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="where to write the report")
+    parser.add_argument("--trace", type=Path, help="write the predicted step for ui.perfetto.dev too, as JSON")
     return parser
 
 
@@ -31,6 +32,9 @@ def run_report(options: Namespace, console: Console) -> int:
     with Status("drawing", console=Console(stderr=True)):
         graph = None if options.model is None else graph_for(options, plan)
         drawn = report(plan, graph, other=other)
+    if options.trace is not None:  # which may be refused
+        drawn.save_trace(options.trace)
+        console.print(f"predicted trace written to {options.trace}", highlight=False, soft_wrap=True)
     drawn.save(options.output)
     console.print(f"written to {options.output}", highlight=False, soft_wrap=True)
     if graph is None:

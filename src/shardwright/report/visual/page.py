@@ -6,6 +6,7 @@ are escaped), and the scripts put it on the page as text only.
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from ...plan import Plan
 from ..difference import Difference, diff
 from ..explain import MeasuredSteps, TrainedModel, compiled_plan
 from .contents import model_contents, plan_contents
+from .trace import chrome_trace
 
 SCRIPTS = (
     "base.js", "head.js", "mesh.js", "communication.js", "memory.js", "timeline.js", "modules.js", "code.js",
@@ -58,6 +60,14 @@ class VisualReport:
         part = path.with_name(path.name + ".part")
         part.write_text(self.html, encoding="utf-8")
         return part.replace(path)
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write the predicted step of the (first) plan as a trace for ui.perfetto.dev; compressed if it ends in .gz."""
+        path = Path(path)
+        text = json.dumps(chrome_trace(self.contents["plans"][0]), separators=(",", ":"), allow_nan=False).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        return path
 
     def _repr_html_(self) -> str:
         return self.frame

@@ -16,7 +16,7 @@ from .interning import Interned
 from .phases import TimelinePhase
 
 MOST_STEPS = 24_000  # that are drawn, of all pipeline ranks
-KINDS = {"P": "prologue", "F": "forward", "B": "backward", "W": "weight gradients"}
+STEP_KINDS = {"P": "prologue", "F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def drawn_run(plan: Plan, entry: str) -> SimulatedRun:
