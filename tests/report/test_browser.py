@@ -180,6 +180,7 @@ def test_two_plans_are_compared_in_every_view(running, reports):
         assert page.locator("#memory canvas").count() == page.locator("#timeline canvas").count() == 2
         assert page.locator(".tile .was").count() >= 3
         page.locator(".chip", has_text="that differ").click()
+        assert page.locator(".flag.changed", has_text="only here").count() == 0  # it is one model
         rows = page.locator("#modules .row:not(:has(.module))")
         assert rows.count() == page.locator("#modules .row:not(:has(.module)) .flag.changed").count() > 0
 

@@ -164,6 +164,13 @@ def test_a_plan_without_a_prediction_is_shown(plans):
     assert report(bare).contents["plans"][0]["predicted"] is None
 
 
+def test_a_bound_that_is_not_known_is_left_out(plans):
+    predicted = {**plans["flat"].predicted["train"], "bound": float("inf"), "gap": float("nan")}
+    shown = report(dataclasses.replace(plans["flat"], predicted={"train": predicted}))
+    assert shown.contents["plans"][0]["predicted"]["gap"] is None
+    assert "Infinity" not in shown.html and "NaN" not in shown.html
+
+
 def test_two_plans_have_their_differences(plans):
     both = report(plans["flat"], other=plans["pipeline"]).contents
     difference = sw.diff(plans["flat"], plans["pipeline"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +39,16 @@ def plan_numbers(plan: Plan, entry: str, measured: MeasuredSteps | None = None) 
     if predicted is not None:
         numbers["predicted"] = _predicted(predicted)
         numbers["others"] = list(_others(predicted))
-    return numbers
+    return dict(_finite(numbers))
+
+
+def _finite(item: Any) -> Any:
+    """Data without infinities, which a plan file may have for a bound and JSON does not."""
+    if isinstance(item, Mapping):
+        return {key: _finite(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_finite(value) for value in item]
+    return None if isinstance(item, float) and not math.isfinite(item) else item
 
 
 def _predicted(predicted: Predicted) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class TreeBuilder:
         tree = _written(self.root, numbers, count())
         for name in numbers:
             names.number(name)
-        return tree, [numbers.get(name.partition(" < ")[0], -1) for name in names.items]
+        return tree, [numbers.get(name, -1) for name in names.items]
 
 
 def _stored_text(spec: ParameterSpec, sums: Sequence[str]) -> tuple[str, str]:
