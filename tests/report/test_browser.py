@@ -75,7 +75,7 @@ def running():
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["flat", "pipeline", "two"])
+@pytest.mark.parametrize("name", ["pipeline", "two"])
 def test_it_opens_without_errors_or_requests_and_fits_the_screen(running, reports, name, size, theme):
     with Opened(running, reports[name], size, theme) as opened:
         assert opened.page.evaluate("document.documentElement.dataset.theme") == theme

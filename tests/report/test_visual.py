@@ -183,6 +183,8 @@ def test_another_entry_or_another_model_is_refused(plans, graph):
     other = make_plan(module, example=(args, kwargs), plan="tp=2")
     with pytest.raises(PlanError, match=r"does not fit|another graph"):
         report(other, graph)
+    with pytest.raises(PlanError, match="no entry 'eval'"):
+        report(plans["flat"], dataclasses.replace(graph, entry="eval"))
     with pytest.raises(InputError, match="no entry"):
         report(plans["flat"], other=dataclasses.replace(other, entries={"eval": other.stages}))
 

@@ -49,9 +49,9 @@ def plan_contents(plan: Plan, entry: str, measured: MeasuredSteps | None = None)
 
 def model_contents(plan: Plan, graph: Graph, measured: MeasuredSteps | None = None) -> dict[str, Any]:
     """What the plan file has, and what follows from the model."""
-    contents = plan_numbers(plan, graph.entry, measured)
-    plan, graph = spelled_out(plan, graph)
-    return {**contents, "nodes": nodes_of(plan), **ModelContents.read(plan, graph).as_json()}
+    spelled, graph = spelled_out(plan, graph)
+    contents = {**plan_numbers(plan, graph.entry, measured), "nodes": nodes_of(plan)}
+    return {**contents, **ModelContents.read(spelled, graph).as_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
