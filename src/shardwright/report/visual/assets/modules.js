@@ -233,6 +233,7 @@ function facts(plan, row, before, other) {
   const costs = c ? [["kernels", c[0] + c[1], `forward ${time(c[0])}, backward ${time(c[1])}`], ["blocking communication", c[2] + c[3], `forward ${time(c[2])}, backward ${time(c[3])}`], ["overlapped communication", c[4] + c[5], `forward ${time(c[4])}, backward ${time(c[5])}`], ["update", c[6], time(c[6])]].filter(([, seconds]) => seconds > 0) : [];
   const items = [
     row.target ? ["op", h("code", {}, row.target)] : null,
+    row.times > 1 ? ["equal ones", `${count(row.times)}; costs are of all of them`] : null,
     row.shape ? ["shape", [shown(row.shape, row.layout), h("span.quiet", {}, ` ${row.dtype}, on a rank [${(row.local || row.shape).join(", ")}]`)]] : null,
     row.choice ? ["split on", row.choice] : null,
     (row.inputs || []).length ? ["inputs", row.inputs.map((number) => { const [word, sizes, layout] = plan.inputs[number]; return h("div", {}, `${word} `, shown(sizes, layout)); })] : null,
