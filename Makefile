@@ -11,17 +11,24 @@ PLAN ?= zero3=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test docs bench coverage ops mutants faults fuzz node-faults ray lint install clean
+.PHONY: demo test docs browser bench coverage ops mutants faults fuzz node-faults ray lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
 
-test: lint
+test: lint browser
 	$(BIN)/python -m tests.side_by_side
 
 # The documentation as a site, in site/; open site/index.html.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The tests of the report open it in Chromium, which comes from the system; without it they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
+	} >/dev/null 2>&1 || echo "There is no chromium: the browser tests (tests/report/test_browser.py) are skipped."
 
 bench: $(READY)
 	$(BIN)/python -m bench.run

@@ -99,6 +99,22 @@ def test_rows_of_a_batch_are_split_only_where_inputs_are_rows(net, capsys):
     assert "mesh dp=2" in capsys.readouterr().out
 
 
+def test_a_plan_is_drawn_alone_with_its_model_and_beside_another(net, tmp_path, capsys):
+    for name, plan in (("plan", "tp=2"), ("other", "dp=2")):
+        assert main(["plan", net, "--plan", plan, "-o", f"{name}.json"]) == 0
+    capsys.readouterr()
+    assert main(["report", "plan.json", "-o", "drawn/report.html"]) == 0
+    assert "--model" in capsys.readouterr().out
+    assert main(["report", "plan.json", "other.json", "--model", net, "--trace", "step.json"]) == 0
+    assert capsys.readouterr().out == "predicted trace written to step.json\nwritten to report.html\n"
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert main(["report", "plan.json", "--trace", "step.json"]) == 2
+    assert "without a pipeline needs its model" in capsys.readouterr().err
+    alone, both = (tmp_path / "drawn/report.html").read_text(), (tmp_path / "report.html").read_text()
+    assert '"curves":' in both and '"curves":' not in alone
+    assert '"difference":' in both and '"difference":' not in alone
+
+
 def test_an_op_is_explained_on_the_terms_of_the_plan(net, capsys):
     assert main(["plan", net, "--plan", "tp=2", "--cluster", "2xH100", "-o", "plan.json"]) == 0
     capsys.readouterr()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .rehearse import rehearse
     from .report import diff
     from .report.explain import explain
+    from .report.visual import report
     from .runtime.launch import launch
     from .train import Trainer
     from .verify import verify
@@ -49,6 +50,7 @@ __all__ = [
     "plan",
     "register_op",
     "rehearse",
+    "report",
     "save",
     "save_weights",
     "verify",
@@ -65,7 +67,7 @@ _MODULES = {
     "parallelize": "parallelize plan",
     "register": "register_op",
     "rehearse": "rehearse",
-    "report": "diff explain",
+    "report": "diff explain report",
     "runtime.launch": "launch",
     "train": "Trainer",
     "verify": "verify",

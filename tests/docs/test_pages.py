@@ -18,6 +18,7 @@ PAGES = [
     "gradients.md",
     "precision.md",
     "rehearse.md",
+    "report.md",
     "training.md",
     "troubleshooting.md",
     "faults.md",

@@ -19,7 +19,7 @@ import shardwright
 
 PUBLIC = (
     "CompileOptions EMA PipelineOptions Trainer diff empty_model experts explain initialize launch load load_weights "
-    "loader opaque parallelize plan register_op rehearse save save_weights verify"
+    "loader opaque parallelize plan register_op rehearse report save save_weights verify"
 ).split()
 
 

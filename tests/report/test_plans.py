@@ -130,3 +130,14 @@ def test_a_difference_to_a_rounding_error_has_no_percentage(plans):
     difference = dataclasses.replace(diff(plans["tp=2"], plans["zero2=2"]), totals=(total,))
     (line,) = [line for line in str(difference).splitlines() if "exposed" in line]
     assert "%" not in line and "250 us" in line
+
+
+def test_a_plan_of_stages_read_without_its_model_is_written_as_it_was(tmp_path):
+    module, args, kwargs = ZOO["gpt"]()
+    plan = make_plan(module, example=(args, kwargs), plan="pp=2,tp=2")
+    plan.save(tmp_path / "plan.json")
+    read = read_plan(tmp_path / "plan.json")
+
+    assert read.to_json() == plan.to_json()
+    assert read.name == plan.name
+    assert "stage 1 of 2" in str(explain(read, capture(copy_to_meta(module), args, kwargs).graph))

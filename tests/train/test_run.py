@@ -19,7 +19,9 @@ from .runs import Net, losses, net, rows, trainer
 def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
     trainer(tmp_path, max_steps=1).fit()
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.yaml", "plan.json", "generated", "checkpoints", "started", "finished", ".lock"}
+    assert names == {
+        "config.yaml", "plan.json", "report.html", "generated", "checkpoints", "started", "finished", ".lock"
+    }  # fmt: skip
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert (config["model"], config["seed"], config["plan"]) == ("tests.train.runs.Net", 4, "single")
     assert config["train_data"] == "22 of tuple"

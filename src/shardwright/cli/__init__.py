@@ -1,9 +1,10 @@
-"""The command line: plan, explain, diff, simulate, compile, verify, rehearse, calibrate, doctor, checkpoint, train.
+"""The command line: a plan made, explained, compared and drawn; programs compiled, verified, rehearsed and trained.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
     shardwright explain plan.json --model train.py:make_model --op "blocks.*.up / linear"
     shardwright diff    plan.json other.json
+    shardwright report  plan.json --model train.py:make_model -o report.html
     shardwright simulate --schedule zb --stages 4 --microbatches 8
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2

@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "make a plan and show it",
     "explain": "show the decisions and the predicted cost of a plan",
     "diff": "compare two plan files",
+    "report": "draw a plan file, or two, as an HTML file",
     "simulate": "draw a pipeline schedule and its predicted time",
     "compile": "write the generated program",
     "verify": "compare the program with the original",
@@ -46,6 +47,8 @@ DESCRIPTIONS = {
     "explain": "Show the decisions and the predicted cost of a plan file; with the model also shapes, memory and "
     "collectives; with an op the cost of every other way to split it.",
     "diff": "Show where two plan files differ and what both cost; with the model also the cost of each difference.",
+    "report": "Draw a plan: predicted time, mesh, communication, memory over a step, the timeline of every pipeline "
+    "rank, modules and ops, generated code; with a second plan what differs. One HTML file, which loads nothing.",
     "simulate": "Draw a pipeline schedule, its bubble, and the microbatches in flight.",
     "compile": "Write the program of a model under a plan, as readable PyTorch code.",
     "verify": "Run the original and the compiled program on one batch and compare them.",
@@ -94,6 +97,17 @@ def _diff(parser: CommandParser) -> None:
     parser.add_argument("a", type=Path, help="a plan file")
     parser.add_argument("b", type=Path, help="another")
     _known_model(parser)
+
+
+def _report(parser: CommandParser) -> None:
+    parser.add_argument("file", type=Path, help="a plan file")
+    parser.add_argument("other", type=Path, nargs="?", help="a second plan file, to compare with")
+    parser.add_argument("--model", help=f"the model of the plan: {MODEL}")
+    _sizes(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="where to write the report"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the predicted step for ui.perfetto.dev too")
 
 
 def _simulate(parser: CommandParser) -> None:
@@ -190,8 +204,8 @@ def _checkpoint(parser: CommandParser) -> None:
 
 
 OPTIONS: dict[str, Any] = {
-    "plan": _plan, "explain": _explain, "diff": _diff, "simulate": _simulate, "compile": _compile, "verify": _verify,
-    "rehearse": _rehearse, "calibrate": _calibrate, "doctor": _doctor, "checkpoint": _checkpoint,
+    "plan": _plan, "explain": _explain, "diff": _diff, "report": _report, "simulate": _simulate, "compile": _compile,
+    "verify": _verify, "rehearse": _rehearse, "calibrate": _calibrate, "doctor": _doctor, "checkpoint": _checkpoint,
     "train": lambda parser: None,
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16", "float64")

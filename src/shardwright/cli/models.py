@@ -19,8 +19,11 @@ from ..batch_dim import find_batch_dim
 from ..errors import InputError, ShardwrightError
 from ..formats import Faults, anything, either, listing, nothing, raise_faults, read_json, record, show
 from ..formats import text as text_schema
-from ..parallelize import cluster_size
+from ..ir import Graph
+from ..parallelize import captured_graph, cluster_size
+from ..plan import Plan
 from ..plan.request import read_source
+from ..precision import NAMED
 from ..verify.parity import arguments_of, ranks_of
 from .arguments import MODEL
 
@@ -44,6 +47,13 @@ def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) ->
     result = make()
     model, example = _parts(result, text)
     return model, example if batch is None else resize_batch(example, batch)
+
+
+def graph_for(options: Namespace, plan: Plan) -> Graph:
+    """The graph of the model that is named, in the precision that a plan was made for."""
+    module, example = load_model(options.model, options.batch, options.seq, meta=True)
+    names = (predicted["for"].get("precision") for predicted in plan.predicted.values())
+    return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
 
 
 def _import_file(path: Path) -> Any:

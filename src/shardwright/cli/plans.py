@@ -8,16 +8,14 @@ from argparse import Namespace
 from rich.console import Console
 
 from ..errors import InputError
-from ..ir import Graph
 from ..options import CompileOptions, Outputs
-from ..parallelize import captured_graph, planned, read_request
-from ..plan import Plan
+from ..parallelize import planned, read_request
 from ..plan.request import read_source
 from ..plan.search_options import SearchOptions
 from ..planning import cluster_for, training_of
-from ..precision import NAMED, read_precision
+from ..precision import read_precision
 from ..report import diff, explain, read_plan
-from .models import count_devices, load_model
+from .models import count_devices, graph_for, load_model
 from .progress import SearchProgress, working
 
 
@@ -56,10 +54,10 @@ def run_explain(options: Namespace, console: Console) -> int:
         if options.model is None:
             raise InputError("--op needs the model of the plan: --model FILE.py:FUNCTION")
         with working("pricing the alternatives"):
-            explanation = explain(plan, _graph(options, plan), op=options.op, cluster=options.cluster)
+            explanation = explain(plan, graph_for(options, plan), op=options.op, cluster=options.cluster)
         console.print(explanation)
     elif options.model is not None:
-        console.print(explain(plan, _graph(options, plan), cluster=options.cluster))
+        console.print(explain(plan, graph_for(options, plan), cluster=options.cluster))
     elif options.cluster is not None:
         raise InputError("--cluster prices the plan anew, which needs its model: --model FILE.py:FUNCTION")
     else:
@@ -70,17 +68,10 @@ def run_explain(options: Namespace, console: Console) -> int:
 def run_diff(options: Namespace, console: Console) -> int:
     a, b = read_plan(options.a), read_plan(options.b)
     with working("comparing"):
-        graph = _graph(options, a) if options.model is not None else None
+        graph = graph_for(options, a) if options.model is not None else None
         difference = diff(a, b, graph, cluster=options.cluster)
     console.print(difference)
     return 0
-
-
-def _graph(options: Namespace, plan: Plan) -> Graph:
-    """The graph of a model in the precision that a plan was made for."""
-    module, example = load_model(options.model, options.batch, options.seq, meta=True)
-    names = (predicted["for"].get("precision") for predicted in plan.predicted.values())
-    return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
 
 
 ONLY_SCALARS = "the program returns only the loss, as is usual in training; --outputs all returns the logits too"

@@ -5,13 +5,19 @@ runs, `lifetimes.py` how long generated code holds on to a value. `timeline.py` 
 buckets and units of `updates.py`. `microbatch.py` does the same for the stages of a pipeline.
 """
 
-from .microbatch import StageMemory, rank_memory, simulate_stage_memory
-from .timeline import MemoryPeak, simulate_memory
+from .heap import MemorySample
+from .microbatch import RankMemorySample, StageMemory, rank_memory, rank_memory_over_step, simulate_stage_memory
+from .timeline import MemoryOverStep, MemoryPeak, memory_over_step, simulate_memory
 
 __all__ = [
+           "MemoryOverStep",
            "MemoryPeak",
+           "MemorySample",
+           "RankMemorySample",
            "StageMemory",
+           "memory_over_step",
            "rank_memory",
+           "rank_memory_over_step",
            "simulate_memory",
            "simulate_stage_memory",
 ]  # fmt: skip

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 ACTIVATION, GRADIENT, BUFFER = range(3)
 
 
-class Heap:
-    """What is allocated now, by kind, and at the peak. `phase` and `step` say where the caller is."""
+class MemorySample(NamedTuple):
+    """Bytes at the worst moment of one step of a phase, without what lives for ever."""
 
-    def __init__(self) -> None:
+    phase: str
+    step: str
+    activations: float
+    gradients: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.gradients + self.buffers
+
+
+class Heap:
+    """What is allocated now, by kind, and at the peak. `phase` and `step` say where the caller is.
+
+    With `records` also the worst moment of each step, in their order (`samples`).
+    """
+
+    def __init__(self, records: bool = False) -> None:
+        self.records = records
+        self.samples: list[MemorySample] = []
         self.size: list[float] = [0.0]
         self.refs: list[int] = [1]
         self.kind: list[int] = [BUFFER]
@@ -52,6 +73,8 @@ class Heap:
 
     def _look(self, work: float) -> None:
         total = self.total + work
+        if self.records:
+            self._record(work)
         if total > self.peaks[self.phase]:
             self.peaks[self.phase] = total
             if total > self.highest:
@@ -59,3 +82,12 @@ class Heap:
                 self.at_peak = [*self.now]
                 self.at_peak[BUFFER] += work
                 self.where = (self.step, self.phase)
+
+    def _record(self, work: float) -> None:
+        sample = MemorySample(
+            self.phase, self.step, self.now[ACTIVATION], self.now[GRADIENT], self.now[BUFFER] + work
+        )
+        if not self.samples or self.samples[-1][:2] != sample[:2]:
+            self.samples.append(sample)
+        elif sample.total > self.samples[-1].total:
+            self.samples[-1] = sample

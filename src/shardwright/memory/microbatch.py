@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..cost.training import BackendTraits, TrainingSetup
 from ..layout import MB
 from ..lower import LoweredProgram
-from ..schedule import MicrobatchMemory, Schedule, in_flight
+from ..schedule import MicrobatchMemory, Schedule, Step, in_flight, saved_after
 from .heap import ACTIVATION
 from .rank_program import ParameterMemory, read_program
 from .timeline import MemoryPeak, MemoryTimeline
@@ -87,17 +88,47 @@ def simulate_stage_memory(
     )
 
 
+class RankMemorySample(NamedTuple):
+    """Bytes on a rank while it runs one step of its schedule, beside what lives through all of it."""
+
+    step: Step
+    activations: float  # of the microbatches in flight
+    buffers: float  # transient memory of the one that runs
+
+
+def rank_memory_over_step(
+    schedule: Schedule, device: int, simulated: Sequence[StageMemory]
+) -> tuple[RankMemorySample, ...]:
+    """What the steps of a device need, one after the other; the highest is the peak of `rank_memory` before the update.
+
+    A forward counts what it saves from its start on, a backward to its end.
+    """
+    own = [number for number, devices in enumerate(schedule.holders) if device in devices]
+    transient = max(simulated[number].over for number in own) + max(simulated[number].received for number in own)
+    samples: list[RankMemorySample] = []
+    sizes = _sizes(simulated, own)
+    flying = saved_after(schedule.devices[device], sizes)
+    before = 0.0
+    for step, after in zip(schedule.devices[device], flying, strict=True):
+        samples.append(RankMemorySample(step, max(before, after), transient))
+        before = after
+    return tuple(samples)
+
+
+def _sizes(simulated: Sequence[StageMemory], own: Sequence[int]) -> list[MicrobatchMemory]:
+    return [
+        MicrobatchMemory(item.saved + item.received, item.queued) if at in own else NOTHING
+        for at, item in enumerate(simulated)
+    ]
+
+
 def rank_memory(
     schedule: Schedule, device: int, simulated: Sequence[StageMemory], training: TrainingSetup
 ) -> MemoryPeak:
     """The peak of a device under a schedule, given what all stages need."""
     own = [number for number, devices in enumerate(schedule.holders) if device in devices]
     stages = [simulated[number] for number in own]
-    sizes = [
-        MicrobatchMemory(item.saved + item.received, item.queued) if at in own else NOTHING
-        for at, item in enumerate(simulated)
-    ]
-    flying = in_flight(schedule, sizes)[device]
+    flying = in_flight(schedule, _sizes(simulated, own))[device]
     by_key = {item.key: item for stage in stages for item in stage.parameters}  # tied parameters count once
     elsewhere = {item.key for at, stage in enumerate(simulated) if at not in own for item in stage.parameters}
     trained = [item for item in by_key.values() if item.trainable]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..cost.training import ON_CPU, BackendTraits, TrainingSetup
 from ..lower import LoweredProgram
 from .flow import GradientFlow
-from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
+from .heap import ACTIVATION, BUFFER, GRADIENT, Heap, MemorySample
 from .lifetimes import deaths
 from .rank_program import ParameterMemory, RankProgram, RankStep, read_program
 from .updates import GradientBuckets, Zero3Units
@@ -50,12 +50,37 @@ class MemoryPeak:
 
 def simulate_memory(lowered: LoweredProgram, training: TrainingSetup, traits: BackendTraits = ON_CPU) -> MemoryPeak:
     """The peak of a rank that runs a program. `traits`: what the device's libraries do with memory."""
-    program = read_program(lowered, training, traits)
-    line = MemoryTimeline(program, training, traits)
+    return _peak(_simulated(lowered, training, traits, Heap()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOverStep:
+    """The memory of a rank over a step: what lives for ever is in the peak, and `samples` are on top of it."""
+
+    peak: MemoryPeak
+    samples: tuple[MemorySample, ...]
+
+
+def memory_over_step(
+    lowered: LoweredProgram, training: TrainingSetup, traits: BackendTraits = ON_CPU
+) -> MemoryOverStep:
+    """`simulate_memory` with the worst moment of every op."""
+    line = _simulated(lowered, training, traits, Heap(records=True))
+    return MemoryOverStep(peak=_peak(line), samples=tuple(line.heap.samples))
+
+
+def _simulated(
+    lowered: LoweredProgram, training: TrainingSetup, traits: BackendTraits, heap: Heap
+) -> MemoryTimeline:
+    line = MemoryTimeline(read_program(lowered, training, traits), training, traits, heap)
     line.forward()
     line.backward()
     line.update()
-    heap = line.heap
+    return line
+
+
+def _peak(line: MemoryTimeline) -> MemoryPeak:
+    heap, program = line.heap, line.program
     return MemoryPeak(
         parameters=sum(parameter.stored for parameter in program.parameters),
         gradients=heap.at_peak[GRADIENT],
@@ -73,8 +98,10 @@ def simulate_memory(lowered: LoweredProgram, training: TrainingSetup, traits: Ba
 class MemoryTimeline:
     """One step of training, allocation by allocation. What lives for ever is `base`, and not on the heap."""
 
-    def __init__(self, program: RankProgram, training: TrainingSetup, traits: BackendTraits) -> None:
-        self.program, self.training, self.traits, self.heap = program, training, traits, Heap()
+    def __init__(
+        self, program: RankProgram, training: TrainingSetup, traits: BackendTraits, heap: Heap | None = None
+    ) -> None:
+        self.program, self.training, self.traits, self.heap = program, training, traits, heap or Heap()
         self.steps, self.tensors = program.steps, program.tensors
         parameters = program.parameters
         states = sum(item.states for item in parameters)

@@ -41,6 +41,7 @@ class PlanStage:
     choices: Choices
     recompute: tuple[str, ...] = ()  # activation checkpointing: modules that are recomputed in backward
     chunked_loss: Mapping[str, int] = field(default_factory=dict)  # losses whose logits are made in chunks of rows
+    listed: tuple[str, ...] = ()  # its ops as a file lists them, if it was read without its model
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", _frozen(self.choices))
@@ -138,6 +139,12 @@ class Plan:
             differences,
         )
 
+    def _repr_html_(self) -> str:
+        """The report on it, which a notebook shows."""
+        from ..report import report  # which stands above plans, and which nothing but a notebook needs here
+
+        return report(self).frame
+
     def to_json(self) -> str:
         return json.dumps(self._as_dict(), indent=1, sort_keys=False) + "\n"
 
@@ -179,7 +186,7 @@ class Plan:
         return {
             "mesh": {axis.name: axis.size for axis in mesh.axes},
             "devices": list(mesh.devices),
-            "ops": list(own) if self.as_read else cover(own, others),
+            "ops": list(stages[number].listed) if self.as_read else cover(own, others),
         }
 
     def save(self, path: str | Path) -> None:

@@ -50,6 +50,7 @@ class PlanPrice:
     stored: Mapping[str, float]  # bytes of full parameters, by how they are stored
     memory: MemoryPeak
     limit: float
+    priced: PricedTables  # of which the parts are read
 
     @staticmethod
     def time_of(used: np.ndarray, overlap: float, training: TrainingSetup) -> float:
@@ -163,6 +164,7 @@ def price(
         stored=stored_bytes([(tables, solution.states, None)]),
         memory=memory or tables.peak(choices, plan.storage, recompute),
         limit=training.room(cluster.memory) if limit is None else limit,
+        priced=priced,
     )
 
 

@@ -7,9 +7,10 @@ entries of that stage only (`PricedTables.counts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from ..layout import MB, Layout
 from ..reshard import COLLECTIVES, Reshard
 from .problem_structure import EdgeEnd, EdgeTable, FactorEntry, OpTable, StorageTable, Table, UseTable
 from .tables import Tables
+
+PricedEntry = tuple[Table, FactorEntry, tuple[int, ...], np.ndarray]
+"""A factor of a step: its table, what it is the price of, the states of its variables, what it uses."""
 
 PHASES = {Resource.BESIDE_FORWARD: "forward", Resource.BESIDE_BACKWARD: "backward", Resource.UPDATE: "update"}
 
@@ -76,6 +80,24 @@ class SentMessage(NamedTuple):
     hidden: float = 0.0
 
 
+class StepPart(NamedTuple):
+    """One entry of the tables in a step: an op, the reshard of a value, or the sync of a parameter.
+
+    name      of the op, of what makes the value, or the key of the parameter
+    reader    of a reshard: the op that reads the value, "" if several do
+    used      by `Resource`, in one run of forward and backward
+    layouts   of a reshard: from which to which
+    messages  what it sends, for all times that it runs
+    """
+
+    kind: Literal["op", "reshard", "parameter"]
+    name: str
+    reader: str
+    used: np.ndarray
+    layouts: tuple[Layout, Layout] | None
+    messages: tuple[SentMessage, ...]
+
+
 class PricedReshard(NamedTuple):
     """The reshard between a value's producer and a reader: what each direction sends, in how many seconds."""
 
@@ -115,7 +137,7 @@ class PricedTables:
     times: int
     counts: Callable[[Table, FactorEntry], bool] = _every
 
-    def entries(self) -> Iterator[tuple[Table, FactorEntry, tuple[int, ...], np.ndarray]]:
+    def entries(self) -> Iterator[PricedEntry]:
         """Every factor of the step: its table, what it is the price of, the states of its variables, what it uses."""
         kinds, states = list(self.tables.skeleton.tables), self.states
         for factor, entry in zip(self.tables.factors, self.tables.skeleton.entries, strict=True):
@@ -160,6 +182,19 @@ class PricedTables:
                 continue
             yield sent._replace(hidden=sent.seconds * parts[sent.when]) if sent.overlapped else sent
 
+    def parts(self) -> Iterator[StepPart]:
+        """Every entry of a step. What they use adds up to `used`."""
+        for entry_of in self.entries():
+            table, entry, chosen, used = entry_of
+            if isinstance(table, OpTable):
+                yield StepPart("op", entry.name, "", used, None, tuple(self._messages_of_op(table, entry, chosen)))
+            elif isinstance(table, StorageTable):
+                yield StepPart("parameter", entry.name, "", used, None, tuple(self._messages_of_parameter(entry)))
+            else:
+                reshard, layouts = self._reshard(entry_of), self._layouts(table, chosen)
+                sent = () if reshard is None else reshard.messages
+                yield StepPart("reshard", self._maker(entry.name), entry.reader, used, layouts, sent)
+
     def hidden(self, when: str) -> float:
         """The part of the overlapped communication that kernels hide, in forward or backward."""
         used = self.used()
@@ -167,33 +202,39 @@ class PricedTables:
         return self.tables.moves.cluster.overlap * min(kernels, overlapped) / overlapped if overlapped else 0.0
 
     def _reshards(self) -> Iterator[PricedReshard]:
-        tables, graph = self.tables, self.tables.graph
-        for table, entry, chosen, used in self.entries():
-            if not isinstance(table, EdgeTable | UseTable):
-                continue
-            forward, backward = float(used[Resource.SEND_FORWARD]), float(used[Resource.SEND_BACKWARD])
-            if not forward and not backward:
-                continue
-            if isinstance(table, UseTable):
-                starts = tables.storage_options[table.parameter].layouts
-                goals = tables.layouts(EdgeEnd("in", table.kind, table.index))
-            else:
-                starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
-            start, goal = starts[chosen[0]], goals[chosen[1] if len(goals) > 1 else 0]
-            value = graph.values[entry.name]
-            item = tables.training.item(value)
-            path = find_reshards(start, goal, value.shape, item, tables.moves, value.gradient)
-            again = forward if isinstance(table, EdgeTable) and _runs_again(table, chosen[-1]) else 0.0
-            directions = (("forward", 0, forward), ("backward", 1, backward - again), ("backward", 0, again))
-            bytes = float(math.prod(value.shape) * item)
-            yield PricedReshard(
-                name=f"{self._maker(entry.name)} -> {entry.reader or 'its readers'}",
-                messages=tuple(
-                    message
-                    for when, back, seconds in directions
-                    for message in self._steps(_with_sizes(path.steps, start, bytes, tables), (when, back, seconds))
-                ),
-            )
+        yield from (reshard for entry in self.entries() if (reshard := self._reshard(entry)) is not None)
+
+    def _reshard(self, entry_of: PricedEntry) -> PricedReshard | None:
+        """The reshard of an entry, if it is one that sends something."""
+        table, entry, chosen, used = entry_of
+        tables = self.tables
+        forward, backward = float(used[Resource.SEND_FORWARD]), float(used[Resource.SEND_BACKWARD])
+        if not isinstance(table, EdgeTable | UseTable) or (not forward and not backward):
+            return None
+        value, (start, goal) = tables.graph.values[entry.name], self._layouts(table, chosen)
+        item = tables.training.item(value)
+        path = find_reshards(start, goal, value.shape, item, tables.moves, value.gradient)
+        again = forward if isinstance(table, EdgeTable) and _runs_again(table, chosen[-1]) else 0.0
+        directions = (("forward", 0, forward), ("backward", 1, backward - again), ("backward", 0, again))
+        bytes = float(math.prod(value.shape) * item)
+        return PricedReshard(
+            name=f"{self._maker(entry.name)} -> {entry.reader or 'its readers'}",
+            messages=tuple(
+                message
+                for when, back, seconds in directions
+                for message in self._steps(_with_sizes(path.steps, start, bytes, tables), (when, back, seconds))
+            ),
+        )
+
+    def _layouts(self, table: EdgeTable | UseTable, chosen: tuple[int, ...]) -> tuple[Layout, Layout]:
+        """From which layout to which a value is resharded."""
+        tables = self.tables
+        if isinstance(table, UseTable):
+            starts = tables.storage_options[table.parameter].layouts
+            goals = tables.layouts(EdgeEnd("in", table.kind, table.index))
+        else:
+            starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
+        return starts[chosen[0]], goals[chosen[1] if len(goals) > 1 else 0]
 
     def _steps(self, steps: list[tuple[Reshard, float]], direction: tuple[str, int, float]) -> Iterator[SentMessage]:
         """What the steps of a path send in one direction, whose price they share."""
@@ -221,38 +262,47 @@ class PricedTables:
 
     def _of_ops(self) -> Iterator[SentMessage]:
         """What ops send themselves; ops that are recomputed send it again in backward."""
-        tables = self.tables
-        choices, signatures = tables.choices(self.states), tables.skeleton.analysis.signatures
         for table, entry, chosen, _ in self.entries():
-            if not isinstance(table, OpTable):
-                continue
-            again = table.region[chosen[-1]] >= 0 if table.region else table.again
-            for sent in algorithm_collectives(
-                signatures[entry.name], choices.get(entry.name, {}), tables.mesh, tables.training
-            ):
-                seconds = tables.moves.waited(sent.collective, sent.bytes, sent.axes)
-                message = self._message(
-                    sent.when, sent.collective, sent.axes, seconds, sent.bytes, overlapped=sent.overlapped
-                )
-                if sent.when == "forward" or tables.spaces.backward:
-                    yield message
-                if sent.when == "forward" and again:
-                    yield message._replace(when="backward")
+            if isinstance(table, OpTable):
+                yield from self._messages_of_op(table, entry, chosen)
+
+    def _messages_of_op(self, table: OpTable, entry: FactorEntry, chosen: tuple[int, ...]) -> Iterator[SentMessage]:
+        tables = self.tables
+        again = table.region[chosen[-1]] >= 0 if table.region else table.again
+        signature, choice = tables.skeleton.analysis.signatures[entry.name], self._choices.get(entry.name, {})
+        for sent in algorithm_collectives(signature, choice, tables.mesh, tables.training):
+            seconds = tables.moves.waited(sent.collective, sent.bytes, sent.axes)
+            message = self._message(
+                sent.when, sent.collective, sent.axes, seconds, sent.bytes, overlapped=sent.overlapped
+            )
+            if sent.when == "forward" or tables.spaces.backward:
+                yield message
+            if sent.when == "forward" and again:
+                yield message._replace(when="backward")
+
+    @cached_property
+    def _choices(self) -> Mapping[str, Mapping[str, str]]:
+        return self.tables.choices(self.states)
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, Parameter]:
+        return {parameter.key: parameter for parameter in self.tables.graph.parameters}
 
     def _of_parameters(self) -> Iterator[SentMessage]:
-        tables = self.tables
-        parameters: dict[str, Parameter] = {parameter.key: parameter for parameter in tables.graph.parameters}
         for table, entry, _, _ in self.entries():
-            if not isinstance(table, StorageTable):
-                continue
-            layout, storage = tables.home(entry.name, self.states)
-            unit = tables.skeleton.units[entry.name]
-            for sent in tables.storing.sends(parameters[entry.name], layout, storage, unit):
-                overlapped = sent.resource != Resource.UPDATE
-                yield self._message(
-                    PHASES[sent.resource], sent.collective, sent.axes, sent.seconds, sent.bytes,
-                    overlapped=overlapped, times=self.times if overlapped else 1,
-                )  # fmt: skip
+            if isinstance(table, StorageTable):
+                yield from self._messages_of_parameter(entry)
+
+    def _messages_of_parameter(self, entry: FactorEntry) -> Iterator[SentMessage]:
+        tables = self.tables
+        layout, storage = tables.home(entry.name, self.states)
+        unit = tables.skeleton.units[entry.name]
+        for sent in tables.storing.sends(self._parameters[entry.name], layout, storage, unit):
+            overlapped = sent.resource != Resource.UPDATE
+            yield self._message(
+                PHASES[sent.resource], sent.collective, sent.axes, sent.seconds, sent.bytes,
+                overlapped=overlapped, times=self.times if overlapped else 1,
+            )  # fmt: skip
 
 
 def most_expensive_first(parts: Iterable[PricedPart]) -> tuple[PricedPart, ...]:

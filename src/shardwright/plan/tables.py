@@ -251,15 +251,16 @@ class Tables:
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> MemoryPeak:
         """Peak memory of a device, by memory simulation."""
-        return simulate_memory(self._program(choices, storage, recompute), self.training, self.moves.traits)
+        return simulate_memory(self.program(choices, storage, recompute), self.training, self.moves.traits)
 
     def joined_losses(self, states: Sequence[int]) -> dict[str, int]:
         """The losses that are to be chunked, as far as their logits are split in a way that allows it."""
-        return joined_losses(self._program(self.choices(states), self.storage(states), self.recompute(states)))
+        return joined_losses(self.program(self.choices(states), self.storage(states), self.recompute(states)))
 
-    def _program(
+    def program(
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> LoweredProgram:
+        """The program of these decisions, as memory is simulated on it."""
         task = PlacementTask(
             graph=self.analysis.graph,
             analysis=self.analysis,

@@ -188,7 +188,7 @@ def explain(
     """
     if not isinstance(plan, Plan):
         measured: MeasuredSteps | None = plan.step_times
-        plan = _compiled_plan(plan)
+        plan = compiled_plan(plan)
     else:
         measured = None
     entry = graph.entry if graph is not None else next(iter(plan.entries))
@@ -214,7 +214,7 @@ def explain(
     return Explanation(plan=plan, programs=programs, entry=entry, full=True, measured=measured)
 
 
-def _compiled_plan(model: TrainedModel) -> Plan:
+def compiled_plan(model: TrainedModel) -> Plan:
     if not isinstance(model.plan, Plan):
         raise InputError("the model is not compiled yet; call it once, or pass example=(...) to parallelize")
     return model.plan

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
-from ..schedule import Schedule, StageEdge, StageTimes, draw, fewer, schedule_kind
+from ..schedule import Schedule, SimulatedRun, StageEdge, StageTimes, draw_run, fewer, schedule_kind, simulate
 from .communication import format_bytes
-from .text import format_time, indented, parts_of_time, percent, table_of
+from .text import format_time, indented, parts_of_step, parts_of_time, percent, table_of
 
 MOST_LINES = 8  # of the picture
 MOST_STAGES = 8
@@ -45,16 +45,7 @@ def pipeline_devices(predicted: Predicted) -> list[str]:
 def _time(predicted: Predicted, staged: bool) -> Iterator[RenderableType]:
     step, pipeline = predicted["seconds"], predicted["pipeline"]
     yield Text(f"predicted step time {format_time(step)}", style="bold")
-    kinds = {
-        "compute": predicted["compute"],
-        "blocking communication": predicted["blocking"],
-        "exposed overlapped communication": predicted["exposed"],
-        "bubble and sends": predicted.get("bubble", 0.0),
-        "sync and update": predicted["update"],
-    }
-    if not staged:
-        del kinds["bubble and sends"]
-    yield from parts_of_time(kinds, step, bool(predicted.get("stopped")))
+    yield from parts_of_time(parts_of_step(predicted), step, bool(predicted.get("stopped")))
     if staged:
         slowest = f"the slowest stage takes {percent(pipeline['balance'] - 1)} longer than the mean"
         yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
@@ -67,25 +58,35 @@ def _accumulation(plan: Plan, stage: Predicted) -> Iterator[RenderableType]:
 
 def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     """The schedule as it is predicted to run, the first and last lines of a large one."""
-    stages = plan.predicted[entry]["pipeline"]["stages"]
-    pp_ranks = len(dict.fromkeys(stage["devices"] for stage in stages))
-    some = min(plan.microbatches, 3 * pp_ranks + 2)
-    if plan.steps is not None:
-        schedule = fewer(Schedule.from_json(plan.steps), some)
-    else:
-        schedule = schedule_kind(plan.schedule).make(pp_ranks, some)
-    apart = schedule.splits_weights
-    times = [
-        StageTimes(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
-        for stage in stages
-    ]
-    edges = [StageEdge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
-    head, *lines = draw(schedule, times, edges, width).splitlines()
+    some = min(plan.microbatches, 3 * len(pipeline_devices(plan.predicted[entry])) + 2)
+    head, *lines = draw_run(simulated(plan, entry, some), width).splitlines()
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
         lines = [*lines[:half], f"   .. {len(lines) - 2 * half} more pipeline ranks", *lines[-half:]]
     shown = "" if some == plan.microbatches else f" (drawn with {some} of {plan.microbatches} microbatches)"
     return "\n".join([head.partition(", bubble")[0] + shown, *lines])
+
+
+def simulated(plan: Plan, entry: str, microbatches: int) -> SimulatedRun:
+    """The schedule with so many microbatches, run with the predicted times of its stages."""
+    stages = plan.predicted[entry]["pipeline"]["stages"]
+    if plan.steps is not None:
+        schedule = Schedule.from_json(plan.steps)
+        schedule = fewer(schedule, microbatches) if microbatches < schedule.microbatches else schedule
+    else:
+        schedule = schedule_kind(plan.schedule).make(len(pipeline_devices(plan.predicted[entry])), microbatches)
+    apart = schedule.splits_weights
+    times = [
+        StageTimes(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
+        for stage in stages
+    ]
+    return simulate(schedule, times, stage_edges(plan, entry))
+
+
+def stage_edges(plan: Plan, entry: str) -> list[StageEdge]:
+    """What is sent between neighbouring stages, with its predicted seconds."""
+    stages = plan.predicted[entry]["pipeline"]["stages"]
+    return [StageEdge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
 
 
 def _stages(stages: Sequence[Predicted]) -> Table:
@@ -98,11 +99,11 @@ def _stages(stages: Sequence[Predicted]) -> Table:
             table.add_row(f"  .. {len(rows) - MOST_STAGES} more")
         again = str(stage["recompute"]) if stage["recompute"] else "-"
         numbers = (again, format_time(stage["forward"]), format_time(stage["backward"]), format_bytes(stage["memory"]))
-        table.add_row(f"  {number}", stage["devices"], stage["mesh"], Text(_layers(stage["layers"])), *numbers)
+        table.add_row(f"  {number}", stage["devices"], stage["mesh"], Text(describe_layers(stage["layers"])), *numbers)
     return table
 
 
-def _layers(paths: Sequence[str], most: int = 3) -> str:
+def describe_layers(paths: Sequence[str], most: int = 3) -> str:
     """Modules as text: "embed, blocks.0-3, norm"."""
     names: list[str] = []
     for key, group in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):

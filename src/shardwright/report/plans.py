@@ -17,9 +17,13 @@ def read_plan(path: str | Path) -> Plan:
         entry: tuple(
             PlanStage(
                 mesh=mesh_of(data, stage),
-                choices={name: {} for name in stage.get("ops", ())} | stage["choices"],
+                choices={
+                    **stage["choices"],
+                    **{name: {} for name in stage.get("ops", ()) if name not in stage["choices"]},
+                },
                 recompute=tuple(stage["recompute"]),
                 chunked_loss=stage.get("chunked_loss", {}),
+                listed=tuple(stage.get("ops", ())),
             )
             for stage in stages
         )

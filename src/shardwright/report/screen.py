@@ -17,7 +17,7 @@ from ..plan import Plan
 from ..plan.folding import star
 from .communication import format_bytes
 from .pipeline import pipeline_devices, pipeline_screen
-from .text import format_time, indented, parts_of_time, percent, table_of
+from .text import format_time, indented, parts_of_step, parts_of_time, percent, table_of
 
 MOST_SENT = 5  # rows of the table of collectives
 MOST_MESHES = 4
@@ -129,13 +129,7 @@ def _time(predicted: Predicted) -> Iterator[RenderableType]:
         where = "on the meshes that were searched" if predicted["stopped"] else "in the search space"
         line += f"; nothing {where} takes less than {format_time(predicted['bound'])} (gap {percent(predicted['gap'])})"
     yield Text(line, style="bold")
-    kinds = {
-        "compute": predicted["compute"],
-        "blocking communication": predicted["blocking"],
-        "exposed overlapped communication": predicted["exposed"],
-        "update": predicted["update"],
-    }
-    yield from parts_of_time(kinds, step, bool(predicted.get("stopped")))
+    yield from parts_of_time(parts_of_step(predicted), step, bool(predicted.get("stopped")))
 
 
 def _throughput(predicted: Predicted) -> Iterator[RenderableType]:
@@ -201,17 +195,24 @@ def _most_expensive(title: str, parts: Sequence[Predicted], step: float, *more: 
 
 def notes_of(plan: Plan, most: int | None = MOST_NOTES) -> Iterator[RenderableType]:
     """Up to `most` of the plan's notes, those of equal layers merged."""
+    notes = folded_notes(plan)
+    if not notes:
+        return
+    yield Text("notes", style="bold")
+    for note in notes[:most]:
+        yield indented(f"- {note}")
+    if most is not None and most < len(notes):
+        yield indented(f"- and {len(notes) - most} more: see explain(plan, full=True)")
+
+
+def folded_notes(plan: Plan) -> list[str]:
+    """The plan's notes, those of equal layers as one."""
     count: dict[str, list[str]] = {}
     for note in plan.notes:
         count.setdefault(star_names(note), []).append(note)
-    if not count:
-        return
-    yield Text("notes", style="bold")
-    shown = list(count.items())[:most]
-    for folded, names in shown:
-        yield indented(f"- {names[0]}" if len(names) == 1 else f"  - {folded} ({len(names)} times)")
-    if len(shown) < len(count):
-        yield indented(f"- and {len(count) - len(shown)} more: see explain(plan, full=True)")
+    return [
+        names[0] if len(names) == 1 else f"{folded} ({len(names)} times)" for folded, names in count.items()
+    ]
 
 
 def star_names(note: str) -> str:

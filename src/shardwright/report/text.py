@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.padding import Padding
 from rich.table import Table
@@ -16,6 +17,19 @@ def parts_of_time(kinds: Mapping[str, float], step: float, stopped: bool) -> Ite
     yield indented(
         ", ".join(f"{kind} {format_time(seconds)} ({percent(seconds / step)})" for kind, seconds in kinds.items())
     )
+
+
+def parts_of_step(predicted: Mapping[str, Any]) -> dict[str, float]:
+    """The seconds of a step by what takes them; the parts add up to it."""
+    stages = len(predicted["pipeline"]["stages"]) if "pipeline" in predicted else 0
+    kinds = {
+        "compute": predicted["compute"],
+        "blocking communication": predicted["blocking"],
+        "exposed overlapped communication": predicted["exposed"],
+    }
+    if stages > 1:
+        kinds["bubble and sends"] = predicted.get("bubble", 0.0)
+    return {**kinds, "sync and update" if stages else "update": predicted["update"]}
 
 
 def indented(text: str) -> Padding:

@@ -23,9 +23,9 @@ from .known import (
     zbv,
     zero_bubble,
 )
-from .memory import MicrobatchMemory, in_flight
+from .memory import MicrobatchMemory, in_flight, saved_after
 from .simulate import UNIT, SimulatedRun, StageTimes, lower_bound, simulate
-from .step import STEP_KINDS, Schedule, Step, StepKind
+from .step import STEP_KINDS, Schedule, Step, StepKind, show_devices
 
 __all__ = [
     "KINDS",
@@ -53,9 +53,11 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "register_schedule",
+    "saved_after",
     "schedule_kind",
     "schedule_names",
     "searched_kinds",
+    "show_devices",
     "simulate",
     "spread",
     "with_prologue",

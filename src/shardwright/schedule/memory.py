@@ -34,10 +34,18 @@ def in_flight(schedule: Schedule, sizes: Sequence[MicrobatchMemory] | None = Non
 
 def fullest(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> tuple[float, Step | None]:
     """The most that these steps save at once, and the step that reaches it."""
+    most, at = 0.0, None
+    for step, saved in zip(steps, saved_after(steps, sizes), strict=True):
+        if saved > most:
+            most, at = saved, step
+    return most, at
+
+
+def saved_after(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> list[float]:
+    """What is saved after each of these steps."""
     apart = {step[1:] for step in steps if step[0] == "W"}
     backward = any(step[0] == "B" for step in steps)
-    saved = most = 0.0
-    at = None
+    saved, amounts = 0.0, []
     for step in steps:
         kind, stage, _ = step
         if kind == "F" and backward:
@@ -48,6 +56,5 @@ def fullest(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> tuple[f
                 saved += sizes[stage][1]
         elif kind == "W":
             saved -= sizes[stage][1]
-        if saved > most:
-            most, at = saved, step
-    return most, at
+        amounts.append(saved)
+    return amounts

@@ -3,6 +3,7 @@
 run/
   config.yaml        as the run was started; config-from-000500.yaml where it resumed with another one
   plan.json          the plan
+  report.html        the same to look at, see docs/report.md
   generated/         the code that runs
   metrics.csv, ...   logs
   checkpoints/       see docs/checkpoints.md
@@ -23,7 +24,7 @@ from ..checkpoint.folder_lock import FolderLock, acquire
 from ..errors import CheckpointError, InputError
 
 CONFIG, PLAN, GENERATED, CHECKPOINTS = "config.yaml", "plan.json", "generated", "checkpoints"
-STARTED, FINISHED = "started", "finished"
+STARTED, FINISHED, REPORT = "started", "finished", "report.html"
 Resume = Literal["last", "best"] | str | Path
 
 
@@ -81,6 +82,10 @@ class RunFolder:
         if path.exists() and path.read_text() != text:
             path.rename(unused(self.path / f"plan-until-{step:06d}.json", path.read_text()))
         replace_text(path, text)
+
+    def write_report(self, html: str) -> None:
+        """The report on the plan, made anew at every start and end."""
+        replace_text(self.path / REPORT, html)
 
     def own(self) -> None:
         """Become the only run that writes here, or refuse to."""

@@ -28,6 +28,7 @@ from ..options import CompileOptions, PipelineOptions, read_options, refuse_move
 from ..plan import Plan
 from ..plan.request import read_source
 from ..precision import read_precision
+from ..report import report
 from ..runtime.model.inputs import Mode
 from ..runtime.world import here, start
 from .agreement import Agreement
@@ -190,6 +191,7 @@ class Trainer:
             how = TrainingLoop(self).run()
             self.wait()
             if self.world.rank == 0:
+                self.run.write_report(report(self.model).html)  # now with the measured step time
                 self.run.end(how)
             self.say(f"the run is in {self.run.path}")
         return self.progress
@@ -224,6 +226,7 @@ class Trainer:
         if world.rank == 0:
             self.run.path.mkdir(parents=True, exist_ok=True)
             self.run.write_plan(plan.to_json(), self.progress.step)
+            self.run.write_report(report(plan).html)
         self.say(f"plan: {self.run.path / 'plan.json'}\ncode: {', '.join(map(str, paths))}")
         return plan
 
@@ -386,6 +389,7 @@ class Trainer:
             self.run.write_config(self.config, step)
             self.run.write_plan(self.model.plan.to_json(), step)
             self._marks_start = True
+            self.run.write_report(report(self.model).html)
         analysis = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
                          steps=self.last_step if write else None)  # fmt: skip
         for logger in self.loggers:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...cost.resources import Resource
-from ...memory import MemoryPeak
+from ...memory import MemoryPeak, StageMemory
 from ...schedule import StageEdge
 from ..digest import AxisUse, fold_parts, stored_bytes
 from ..plan import Plan
@@ -54,6 +54,7 @@ class PipelinePrice:
     names: tuple[str, ...]  # links between stages
     memory: tuple[MemoryPeak, ...]  # of each pipeline rank
     limits: tuple[float, ...]
+    simulated: tuple[StageMemory, ...] = ()  # of each stage, unless the memory was known before
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,7 @@ from ...cost.reshard_tables import ReshardTables
 from ...errors import PlanError
 from ...layout import MB, Axis, Mesh
 from ...lower import transform
-from ...memory import MemoryPeak, rank_memory, simulate_stage_memory
+from ...memory import MemoryPeak, StageMemory, rank_memory, simulate_stage_memory
 from ...rules import Analysis
 from ...schedule import Schedule, StageEdge, StageTimes, schedule_kind, simulate
 from ..digest import axis_uses
@@ -112,7 +112,8 @@ class _PipelinePricing:
         for stage, pp_rank in zip(stages, holders, strict=True):
             once[pp_rank] += stage.cost.once
         after = max(once) + self._leaving()
-        peaks = tuple(memory or self._memory(stages))
+        simulated = () if memory else self._simulated(stages)
+        peaks = tuple(memory or self._memory(simulated))
         rooms = [min(self.cluster.device(rank).memory for rank in pp_rank) for pp_rank in self.pp_ranks]
         first = self.planned[0]
         batches = self.microbatches if self.plan.local else 1
@@ -138,6 +139,7 @@ class _PipelinePricing:
             ),
             memory=peaks,
             limits=tuple(self.training.room(room) if limit is None else limit for room in rooms),
+            simulated=simulated,
         )
 
     # -- time
@@ -253,13 +255,17 @@ class _PipelinePricing:
 
     # -- memory
 
-    def _memory(self, stages: Sequence[PricedStage]) -> tuple[MemoryPeak, ...]:
-        """The peak of a device of each pipeline rank."""
+    def _simulated(self, stages: Sequence[PricedStage]) -> tuple[StageMemory, ...]:
+        """One microbatch of each stage."""
         simulated = []
         for placer, planned, stage in zip(self.placed.placers, self.planned, stages, strict=True):
             traits = backend_traits(slowest_device(self.cluster, planned.mesh.devices).name, self.cluster.nodes)
             program = transform(placer)
             simulated.append(simulate_stage_memory(program, self.training, traits, queued=stage.cost.queued))
+        return tuple(simulated)
+
+    def _memory(self, simulated: Sequence[StageMemory]) -> tuple[MemoryPeak, ...]:
+        """The peak of a device of each pipeline rank."""
         if self.plan.steps is not None or not self.plan.schedule:
             schedule, ranks = schedule_of(self.plan, self.microbatches), [devices[0] for devices in self.pp_ranks]
         else:
