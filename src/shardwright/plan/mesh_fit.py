@@ -109,6 +109,7 @@ class MeshFitter:
         self.context, self.options, self.late = context, options, late
         self.limit = context.limits.memory
         self.hints: dict[tuple[bool, bool], np.ndarray] = {}
+        self.peaks: dict[tuple[Tables, tuple[int, ...]], MemoryPeak] = {}
         self.best: MeshResult | None = None
         self.leanest: MeshResult | None = None
 
@@ -139,6 +140,8 @@ class MeshFitter:
         if not self._fits(rough) or rough.solution is None or rough.solution.gap <= self.options.aim:
             return rough
         exact = self._solve(rough, reserve, largest=largest, upper=upper)
+        if rough.time >= upper:
+            return exact
         return exact if self._fits(exact) and exact.time < rough.time else rough
 
     def _fits(self, result: MeshResult) -> bool:
@@ -152,8 +155,9 @@ class MeshFitter:
                 break
             if self._fits(result):
                 return result
+            largest = min(largest, self._largest_op(result))
             best = self._fit_reserve(result, best, largest) or best
-            largest = SHRINK * min(largest, self._largest_op(result))
+            largest *= SHRINK
             close = best is not None and best.time <= first.within * (1 + self.options.slack)
             if close or largest < SIZEABLE * self.limit or self.late():
                 break
@@ -162,14 +166,17 @@ class MeshFitter:
 
     def _fit_reserve(self, result: MeshResult, best: MeshResult | None, largest: float) -> MeshResult | None:
         """The fastest plan found that fits with some reserve and beats the best; `result` is one that does not fit."""
-        span = ReserveRange(0.0 if result.transient > 0 else -OVERSTATED * self.limit, self.limit, WORTH * self.limit)
-        reserve, fitting, transient = span.towards(result.transient), None, result.transient
-        for _ in range(ATTEMPTS):
-            if reserve is None:
-                break
+        span = ReserveRange(-OVERSTATED * self.limit, self.limit, WORTH * self.limit)
+        reserve, fitting, transient, attempts = span.towards(result.transient), None, result.transient, 0
+        while reserve is not None and attempts < ATTEMPTS:
             tried = self._closely(result, reserve, largest, self._upper(fitting or best))
             wanted = -math.inf
-            if tried.time >= self._upper(fitting or best):  # nothing, which more in reserve does not change
+            if tried.memory is None:  # nothing, which more in reserve does not change
+                room = self._room_for_least(tried)
+                if room < reserve:
+                    wanted = room - span.least / 2
+                span.high = min(reserve, room)
+            elif tried.time >= self._upper(fitting or best):
                 span.high = reserve
             elif self._fits(tried):
                 fitting, span.high, wanted = tried, reserve, tried.transient
@@ -177,11 +184,19 @@ class MeshFitter:
                     break
             else:
                 span.low, wanted = reserve, tried.transient
-                if fitting is None and wanted >= span.high and wanted > LESS * transient:
-                    break  # no reserve is enough: something else has to change
+                known = self._upper(fitting or best) < math.inf
+                if wanted >= span.high - known * span.least and (known or wanted > LESS * transient):
+                    break  # no reserve is enough, or none that leaves a faster plan than is known
                 transient = wanted
+            attempts += tried.memory is not None  # that nothing fits is soon known
             reserve = span.towards(wanted)
         return fitting
+
+    def _room_for_least(self, tried: MeshResult) -> float:
+        """What can be reserved for a solution of the least sums, where that is known."""
+        assert tried.solution is not None
+        least = tried.solution.least_memory
+        return self.limit - least if math.isfinite(least) else math.inf
 
     def _upper(self, best: MeshResult | None) -> float:
         return min(self.upper, best.time if best is not None else math.inf)
@@ -235,9 +250,11 @@ class MeshFitter:
         solution, tables = result.solution, result.tables
         if solution is None or solution.states is None:
             return replace(result, memory=None)
-        choices, storage = tables.choices(solution.states), tables.storage(solution.states)
-        memory = tables.peak(choices, storage, tables.recompute(solution.states))
-        result = replace(result, memory=memory)
+        key = tables, solution.states
+        if key not in self.peaks:
+            choices, storage = tables.choices(solution.states), tables.storage(solution.states)
+            self.peaks[key] = tables.peak(choices, storage, tables.recompute(solution.states))
+        result = replace(result, memory=self.peaks[key])
         if self.leanest is None or result.needs < self.leanest.needs:
             self.leanest = result
         return result

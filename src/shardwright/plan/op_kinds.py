@@ -71,6 +71,11 @@ class OpKinds:
         return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), decision, flags
 
     @cached_property
+    def layer_share(self) -> float:
+        """The part of all layers that one of them is."""
+        return 1.0 / max(1, len({layer_of(op.module_path) for op in self.live} - {""}))
+
+    @cached_property
     def work(self) -> dict[str, dict[int, float]]:
         """In each layer, for each atom of a parameter, the FLOPs of the matmuls that can be split on it."""
         work: dict[str, dict[int, float]] = {}
