@@ -41,7 +41,7 @@ from .spaces import ChoiceSpaces
 from .storage_options import StoragePricing
 from .tables import Tables
 
-NEAR = 0.01
+NEAR = 0.03
 """The gap to the bound from which on the splits of plan strings are tried too."""
 
 
@@ -160,8 +160,10 @@ class _MeshSearch:
         return self._result(fitter.best, results, stopped, left_out(self.cluster, self.size))
 
     def _is_short(self, results: Sequence[MeshResult]) -> bool:
-        """Whether memory is why the best plan is slower than its bound."""
+        """Whether memory is why the best plan is slower than its bound, and there is none from before to beat."""
         best, bound = self.fitter.best, min((result.within for result in results), default=math.inf)
+        if self.options.upper < math.inf:
+            return False
         return best is None or (best.within < best.time and best.time > bound * (1 + NEAR))
 
     def _known(self) -> MeshResult | None:

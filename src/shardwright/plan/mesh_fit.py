@@ -137,15 +137,15 @@ class MeshFitter:
     def _closely(self, result: MeshResult, reserve: float | None, largest: float, upper: float) -> MeshResult:
         """A mesh solved roughly, which mostly has to reveal the transient memory, and closely where that fits."""
         rough = self._solve(result, reserve, largest=largest, upper=upper, rough=True)
-        if not self._fits(rough) or rough.solution is None or rough.solution.gap <= self.options.aim:
+        slow = rough.time >= min(upper, self.upper)  # and was not simulated
+        close = rough.solution is None or rough.time == math.inf or rough.solution.gap <= self.options.aim
+        if close or not (slow or self._fits(rough)):
             return rough
         exact = self._solve(rough, reserve, largest=largest, upper=upper)
-        if rough.time >= upper:
-            return exact
-        return exact if self._fits(exact) and exact.time < rough.time else rough
+        return exact if slow or (self._fits(exact) and exact.time < rough.time) else rough
 
     def _fits(self, result: MeshResult) -> bool:
-        return result.time < math.inf and result.needs <= self.limit
+        return result.memory is not None and result.needs <= self.limit
 
     def _fit_smaller(self, first: MeshResult) -> MeshResult | None:
         """The fastest plan found that fits, with ops of any size and of less and less."""
@@ -171,7 +171,7 @@ class MeshFitter:
         while reserve is not None and attempts < ATTEMPTS:
             tried = self._closely(result, reserve, largest, self._upper(fitting or best))
             wanted = -math.inf
-            if tried.memory is None:  # nothing, which more in reserve does not change
+            if tried.time == math.inf:  # nothing, which more in reserve does not change
                 room = self._room_for_least(tried)
                 if room < reserve:
                     wanted = room - span.least / 2
@@ -209,27 +209,30 @@ class MeshFitter:
         self, result: MeshResult, reserve: float | None = None, *,
         largest: float = math.inf, upper: float = math.inf, rough: bool = False,
     ) -> MeshResult:  # fmt: skip
-        """A mesh solved and its solution simulated; without a reserve only what certainly coexists counts.
+        """A mesh solved and its solution simulated, unless it is too slow to matter.
+
+        Without a reserve only what certainly coexists counts.
 
         Activation checkpointing is tried only where memory is short: it never makes a step faster.
         """
-        ask = _Question(reserve, largest, min(upper, self.upper), rough)
+        upper = min(upper, self.upper)
+        ask = _Question(reserve, largest, upper, rough)
         solution = None
         if (True, reserve is None) not in self.hints:  # else another mesh was short of memory, and this one will be
             solution = self._answer(result.plain, ask)
             result = replace(result, tables=result.plain, solution=solution)
             short = solution.states is None or solution.time > result.bound * (1 + self.options.aim)
             if not short or not self.context.may_recompute:
-                return self._simulated(result)
+                return self._simulated(result, upper)
             ask = ask._replace(upper=min(ask.upper, solution.time))
         tables = result.again or self.context.tables(self.context.recomputing, result.candidate, like=result.plain)
         if tables is None:
-            return self._simulated(result)
+            return self._simulated(result, upper)
         again = self._answer(tables, ask, recompute=True)
         if solution is not None and solution.states is not None and not again.time < solution.time:
             lower = min(solution.bound, again.bound)
-            return self._simulated(replace(result, again=tables, solution=replace(solution, bound=lower)))
-        return self._simulated(replace(result, tables=tables, again=tables, solution=again))
+            return self._simulated(replace(result, again=tables, solution=replace(solution, bound=lower)), upper)
+        return self._simulated(replace(result, tables=tables, again=tables, solution=again), upper)
 
     def _answer(self, tables: Tables, ask: _Question, *, recompute: bool = False) -> Solution:
         key = (recompute, ask.reserve is None)
@@ -246,9 +249,9 @@ class MeshFitter:
             return solution
         return replace(solution, memory=float(solution.resources @ memory_weights()))
 
-    def _simulated(self, result: MeshResult) -> MeshResult:
+    def _simulated(self, result: MeshResult, upper: float) -> MeshResult:
         solution, tables = result.solution, result.tables
-        if solution is None or solution.states is None:
+        if solution is None or solution.states is None or solution.time >= upper:
             return replace(result, memory=None)
         key = tables, solution.states
         if key not in self.peaks:
