@@ -102,3 +102,12 @@ def test_the_splits_of_plan_strings_keep_to_constraints():
     assert splits() == ["dp=8", "dp=4 x tp=2", "dp=2 x tp0=2 x tp1=2", "tp0=2 x tp1=4"]
     assert splits({"op": "linear", "replicated": True}) == []
     assert splits({"axis": "dp", "size": 2}) == []
+
+
+def test_where_nothing_else_fits_parameters_are_not_gathered():
+    """Nothing was found here, and a plan under the constraint that nothing is gathered."""
+    drawn = Search(draw(209))
+    limit = drawn.limit
+    constrained, _, peak = drawn.seconds(memory=limit, constraints=read_constraints([{"zero": 1}]))
+    assert peak <= limit
+    assert drawn.seconds(memory=limit)[0] <= constrained * 1.011

@@ -30,7 +30,7 @@ from .context import SearchContext
 from .known_splits import known_splits
 from .limits import bind
 from .mesh_fit import MeshFitter, MeshResult
-from .meshes import axis_names, left_out
+from .meshes import MeshCandidate, axis_names, left_out
 from .op_kinds import OpKinds
 from .outcomes import mesh_outcomes
 from .plan import Plan
@@ -151,9 +151,13 @@ class _MeshSearch:
             results[at] = fitter.fit(results[at])
             best = fitter.best.time if fitter.best is not None else math.inf
             self.options.report(f"solved {results[at].candidate}", best)
-        known = self._known() if self._is_short(results) else None
-        if known is not None:
-            results = [known, *(result for result in results if result.candidate != known.candidate)]
+        if self._is_short(results):
+            self._try_known_splits()
+        if fitter.best is None:
+            self._try_without_gathers()
+        if fitter.best is not None and all(result is not fitter.best for result in results):
+            chosen = fitter.best
+            results = [chosen, *(result for result in results if result.candidate != chosen.candidate)]
         if fitter.best is None:
             bound = min((result.within for result in results), default=math.inf)
             raise NothingFits(lambda: self._nothing_fits(results), bound)
@@ -166,15 +170,30 @@ class _MeshSearch:
             return False
         return best is None or (best.within < best.time and best.time > bound * (1 + NEAR))
 
-    def _known(self) -> MeshResult | None:
-        """The best plan with the splits of a plan string, if it is the best of all."""
+    def _try_known_splits(self) -> None:
+        """Fit the splits of plan strings that may be faster than the best plan."""
         for candidate, tables in known_splits(self.frame):
-            bound = relax(tables.problem())
-            if bound < self.fitter.upper and not self.late():
-                self.fitter.fit(MeshResult(candidate=candidate, bound=bound, within=bound, plain=tables, tables=tables))
-            self.options.report(f"tried the splits of {candidate}", math.inf)
-        best = self.fitter.best
-        return best if best is not None and best.plain.spaces.fixed is not None else None
+            self._try(candidate, tables)
+
+    def _try_without_gathers(self) -> None:
+        """Fit all meshes with parameters that are never gathered: where nothing else fits, gathers may be why."""
+        graph, limits = self.analysis.graph, self.frame.limits
+        most = {parameter.key: min(1, limits.most.get(parameter.key, 1)) for parameter in graph.parameters}
+        frame = SearchContext(
+            self.analysis, self.cluster, self.training, replace(limits, most=most),
+            size=self.size, per_replica=self.options.data_only, recompute=self.options.recompute,
+        )  # fmt: skip
+        self.fitter.context = frame
+        for candidate in frame.candidates():
+            tables = frame.tables(frame.plain, candidate)
+            if tables is not None:
+                self._try(candidate, tables)
+
+    def _try(self, candidate: MeshCandidate, tables: Tables) -> None:
+        bound = relax(tables.problem())
+        if bound < self.fitter.upper and not self.late():
+            self.fitter.fit(MeshResult(candidate=candidate, bound=bound, within=bound, plain=tables, tables=tables))
+        self.options.report(f"tried {candidate} where memory is short", math.inf)
 
     def _result(
         self, best: MeshResult, results: Sequence[MeshResult], stopped: bool, notes: Iterable[str]

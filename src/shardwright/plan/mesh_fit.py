@@ -162,6 +162,8 @@ class MeshFitter:
             if close or largest < SIZEABLE * self.limit or self.late():
                 break
             result = self._closely(result, None, largest, math.inf)
+        if best is None and self.best is None and self._upper(None) > first.time:
+            return self._fit_reserve(first, None, math.inf)  # with larger ops, which lean plans may have too
         return best
 
     def _fit_reserve(self, result: MeshResult, best: MeshResult | None, largest: float) -> MeshResult | None:
