@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.cost import TrainingSetup, flops, local_call, saved_for_backward
+from shardwright.cluster.catalogue import DEVICES
+from shardwright.cost import TrainingSetup, flops, local_call, op_time, saved_for_backward
 from shardwright.errors import RuleError
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
@@ -531,8 +534,9 @@ def test_no_process_group_is_left_behind():
 
 def test_the_planner_prices_an_op_by_the_flops_and_saved_tensors_that_are_said():
     sized = sw.register_op(
-        "b d^ -> b d^", lambda x, steps=8: x.tanh(), flops=lambda x, steps: 12.0 * x.elements * steps, saved="r"
-    )
+        "b d^ -> b d^", lambda x, steps=8: x.tanh(), flops=lambda x, steps: 12.0 * x.elements * steps,
+        bytes=lambda x, steps: 2.0 * x.bytes * steps, saved="r",
+    )  # fmt: skip
 
     class Sized(nn.Module):
         def forward(self, x):
@@ -543,6 +547,11 @@ def test_the_planner_prices_an_op_by_the_flops_and_saved_tensors_that_are_said()
     call = local_call(signature, {}, Mesh(axes=()), TrainingSetup())
 
     assert flops(signature) == 12.0 * 6 * 5
+    assert call.moved == 2.0 * (6 * 8) * 5
+    halved = local_call(signature, {"dp": "b"}, Mesh(axes=(Axis(name="dp", size=2),)), TrainingSetup())
+    assert (halved.flops, halved.moved) == (call.flops / 2, call.moved / 2)
+    device, least = DEVICES["A100-80GB"], replace(call, moved=None)
+    assert op_time(replace(call, moved=1e9), device).forward > 100 * op_time(least, device).forward
     saved = saved_for_backward(call, signature)
     assert (saved.inputs, saved.outputs) == ((False,), (True,))
 

@@ -56,6 +56,7 @@ def register_op(
     check: bool = True,
     shapes: Callable[..., Any] | None = None,
     flops: Callable[..., float] | None = None,
+    bytes: Callable[..., float] | None = None,
     saved: str | None = None,
 ) -> Any:
     """How a custom op may be sharded: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
@@ -74,18 +75,19 @@ def register_op(
                 returns the shape of what it makes, a tuple of shapes, or empty tensors where the dtype is another.
     flops       for the planner: a function of the op's arguments (those that it names) that returns the FLOPs of a
                 forward pass. Without it an op that sums something is priced as a matmul over its labels.
+    bytes       the same for the bytes that it reads and writes (backward twice as many); default: its tensors, once.
     saved       for the planner: what its backward reads, as "0 1 r": numbers of tensors, and "r" for the result.
                 Without it all its floating-point tensors and its first result count as saved.
 
     Returns the function to call, to be used as a decorator. A rule that is wrong is a RuleError that names
     the split which broke it.
     """
-
     if isinstance(rule, str) and function is None and is_path(rule):
         rule, function = None, rule
     if isinstance(function, str):
         return replace_at(function, lambda op: register_op(
-                    rule, op, probe=probe, algorithms=algorithms, check=check, shapes=shapes, flops=flops, saved=saved
+                    rule, op, probe=probe, algorithms=algorithms, check=check, shapes=shapes, flops=flops, bytes=bytes,
+                    saved=saved,
         ))  # fmt: skip
 
     def decorate(op: Any) -> Any:
@@ -99,20 +101,27 @@ def register_op(
             PROVIDED[kind.own.target] = lambda seed: _drawn(kind, probe, seed)
         if rule is not None and check:
             _check(kind, rule, probe)
-        define_custom(kind.own.target, _spec(kind.own, rule, flops, saved))
+        define_custom(kind.own.target, _spec(kind.own, rule, flops, bytes, saved))
         kind.keep()
         return kind.result
 
     return decorate if function is None else decorate(function)
 
 
-def _spec(own: CustomOp, rule: RuleLike | None, flops: Callable[..., float] | None, saved: str | None) -> OpSpec:
+def _spec(
+    own: CustomOp,
+    rule: RuleLike | None,
+    flops: Callable[..., float] | None,
+    moved: Callable[..., float] | None,
+    saved: str | None,
+) -> OpSpec:
     """The definition of a custom op, as those in `ops/`."""
     if saved is not None and not re.fullmatch(r"(\d\*?|r)?( (\d\*?|r))*", saved):
         raise RuleError(f'saved={saved!r} of {own.name} can\'t be read: write numbers of tensors and r, as "0 1 r"')
     return OpSpec(
         rule=None if rule is None else lambda call: custom_rule(own, rule, call),
         flops=None if flops is None else lambda call: float(of_arguments(own, flops, call)),
+        bytes=None if moved is None else lambda call: float(of_arguments(own, moved, call)),
         saved=saved,
     )
 

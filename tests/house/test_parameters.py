@@ -26,6 +26,7 @@ ALLOWED = {
     "runtime/algorithms/context_attention.py:forward": (9, "an autograd function, all of whose tensors are arguments"),
     "runtime/algorithms/random.py:attention": (10, "called by generated code, with the arguments of torch"),
     "runtime/algorithms/attention_blocks.py:attend_backward": (10, "the kernel's arguments, and where they are"),
+    "register.py:register_op": (9, "public: what a custom op can be told"),
     "rehearse/rehearsal.py:rehearse": (9, "public: what a rehearsal can be told"),
     "verify/debug.py:trace": (9, "public: what a comparison can be told"),
     "checkpoint/saving.py:save": (9, "public: all that a training state may have"),

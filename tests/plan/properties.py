@@ -40,6 +40,9 @@ from shardwright.rules import Analysis, analyse
 TOLERANCE = 0.011
 """The gain that another mesh must promise to be solved (`SearchOptions.slack`), and the gap of each (`aim`), twice."""
 
+ROUNDING = 1e-3
+"""Plan files have four digits."""
+
 STRINGS = (
     "dp={n}", "zero1={n}", "zero2={n}", "zero3={n}", "tp={n}", "sp={n}", "dp={n},recompute", "zero1={n},recompute",
     "zero2={n},recompute", "zero3={n},recompute", "tp={n},recompute", "sp={n},recompute", "dp={a},tp={b}",
@@ -190,7 +193,7 @@ def faults(seed: int, quick: bool = False) -> Iterator[str]:
         other, _, peak = search.seconds(text)
         if peak <= limit and slower(other):
             yield f"auto takes {seconds:.6g}, {text} takes {other:.6g} and fits"
-        if peak <= limit and other < bound * (1 - 1e-6):
+        if peak <= limit and other < bound * (1 - ROUNDING):
             yield f"the bound is {bound:.6g}, {text} takes {other:.6g} and fits"
     larger, _, _ = search.seconds(memory=limit * case.more)
     if larger > seconds * (1 + TOLERANCE):

@@ -48,7 +48,9 @@ def test_what_it_is_for_is_said(auto):
 def test_the_numbers_are_those_of_the_file(auto):
     message = auto.predicted["train"]
     line_with(
-        auto, f"predicted step time {format_time(message['seconds'])}; nothing in the search space takes less than"
+        auto,
+        f"predicted step time {format_time(message['seconds'])}; nothing without stages or microbatches "
+        "takes less than",
     )
     line_with(auto, f"compute {format_time(message['compute'])} (")
     line_with(auto, f"blocking communication {format_time(message['blocking'])} (")
@@ -128,3 +130,18 @@ def test_times_as_people_say_them(seconds, text):
 def test_a_rounding_error_is_no_time():
     assert format_time(-3.5e-16) == format_time(1e-13) == "0"
     assert format_time(2.5e-7) == "0.25 us"
+
+
+@pytest.mark.parametrize(
+    ("best", "bound", "words"),
+    [
+        (None, 0.9, "of 12 pipelines none was found that is faster (bound: at most 10 % faster)"),
+        (None, 1.2, "of 12 pipelines none was found that is faster (bound: at least 20 % slower)"),
+        (1.5, 1.0, "of 12 pipelines the best solved is 50 % slower (bound: as fast at best): pp"),
+        (None, 1e12, "of 12 pipelines none was found that is faster"),
+    ],
+)
+def test_pipelines_have_a_bound_of_their_own(auto, best, bound, words):
+    solved = None if best is None else {"text": "pp", "seconds": best}
+    pipelines = {"best": solved, "bound": bound, "tried": 2, "pruned": 10, "stopped": False}
+    line_with(changed(auto, seconds=1.0, pipelines=pipelines), words)

@@ -11,15 +11,17 @@ from ..ops import Kernel, spec_of
 from ..ops.contexts import LocalCall, LocalTensor
 from ..rules import FAN, PASS_PARTIAL, Signature
 from .training import TrainingSetup
-from .work import flops
+from .work import flops, moved_bytes
 
 
 def local_call(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: TrainingSetup) -> LocalCall:
     """The call that a choice makes of an op."""
     inputs, outputs = signature.layouts(choice, mesh)
+    parts, moved = work_parts(signature, choice, mesh), moved_bytes(signature)
     return LocalCall(
         op=signature.op,
-        flops=flops(signature) / work_parts(signature, choice, mesh),
+        flops=flops(signature) / parts,
+        moved=None if moved is None else moved / parts,
         inputs=tuple(
             local_tensor(signature, name, layout, mesh, training)
             for name, layout in zip(signature.op.inputs, inputs, strict=True)

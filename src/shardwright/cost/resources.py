@@ -6,6 +6,8 @@
     UPDATE     seconds after backward: the optimizer, and all_gathers of what it has changed
     STORED     bytes that are there all the time: parameters, gradients, the optimizer's state
     KEPT       bytes that are saved for backward
+    PASSING    bytes that one layer after the other has for a while, as a mean layer: what it saves while its backward
+               runs, if it is recomputed, and parameters that ZeRO-3 gathers with their gradients
 
 The time of a step is not a sum but a maximum of sums, because communication hides behind kernels. With an overlap of
 w (1: perfect, 0: none), C seconds of kernels and G of overlapped communication take C + G - w min(C, G), which is
@@ -33,6 +35,7 @@ class Resource(IntEnum):
     UPDATE = 6
     STORED = 7
     KEPT = 8
+    PASSING = 9
 
 
 COUNT = len(Resource)
@@ -66,7 +69,7 @@ def seconds(used: Row, forms: tuple[tuple[Row, ...], ...]) -> float:
 
 def memory() -> Row:
     """The weights that make bytes of a row."""
-    return row(stored=1.0, kept=1.0)
+    return row(stored=1.0, kept=1.0, passing=1.0)
 
 
 def certain_memory() -> Row:

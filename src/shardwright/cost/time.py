@@ -62,6 +62,8 @@ def _does_much(call: LocalCall) -> bool:
 
 
 def _bytes(call: LocalCall) -> float:
+    if call.moved is not None:
+        return call.moved
     return sum(tensor.bytes for tensor in call.inputs) + sum(tensor.bytes for tensor in call.outputs)
 
 
@@ -158,6 +160,8 @@ def _seen(call: LocalCall, length: int) -> tuple[float, int]:
 
 def _pointwise(call: LocalCall, device: Device) -> OpTime:
     spec = spec_of(call.op.target)
+    if call.moved is not None:
+        return OpTime(_moved(call.moved, device), _moved(2 * call.moved, device) if call.gradient else 0.0)
     passes = spec.passes
     written = sum(tensor.bytes for tensor in call.outputs)
     is_bias = call.op.name.endswith("/ bias")  # folded into the product before it

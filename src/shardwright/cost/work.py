@@ -36,6 +36,14 @@ def flops(signature: Signature) -> float:
     return work
 
 
+def moved_bytes(signature: Signature) -> float | None:
+    """What a forward pass reads and writes, at global shape, where the op says it."""
+    op, values, spec = signature.op, signature.analysis.graph.values, spec_of(signature.op.target)
+    if spec.bytes is None:
+        return None
+    return spec.bytes(OpCall(op, tuple(values[name] for name in op.inputs), tuple(values[name] for name in op.outputs)))
+
+
 def training_flops(analysis: Analysis) -> float:
     """The products of one call, forward and backward, at global shape: what "model flops" usually means.
 

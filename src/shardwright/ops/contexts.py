@@ -60,6 +60,7 @@ class LocalCall:
 
     flops     those of the forward pass
     copies    a reshape that can't be a view
+    moved     bytes that the forward pass reads and writes, where the op says it; backward moves twice as many
     multiplies_in    the dtype of a product, where that is narrower than its inputs: "float8"
     """
 
@@ -68,6 +69,7 @@ class LocalCall:
     inputs: tuple[LocalTensor, ...]
     outputs: tuple[LocalTensor, ...]
     copies: bool = False
+    moved: float | None = None
     multiplies_in: str | None = None
 
     @property

@@ -112,6 +112,7 @@ class OpSpec:
     passes          how often it goes over its tensors
     operands        of a matmul: the inputs that are multiplied, None for all
     flops           of the forward pass at global shape, where the rule does not say them
+    bytes           that the forward pass reads and writes at global shape, where its passes do not say it
     saved           for backward: numbers of inputs, "r" for the result, "r1" for the last one, "indices" for all inputs
                     that are integers; "0*" only if another input has a gradient; None: all that it may
     saved_extra     bytes that it saves beside its inputs and outputs
@@ -157,6 +158,7 @@ class OpSpec:
     passes: Passes = POINTWISE
     operands: tuple[int, ...] | None = (0, 1)
     flops: Callable[[OpCall], float] | None = None
+    bytes: Callable[[OpCall], float] | None = None
     saved: str | Saved | None = None
     saved_extra: Callable[[LocalCall, Signature], float] | None = None
     flattens: bool = False

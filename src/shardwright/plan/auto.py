@@ -27,9 +27,10 @@ from .builder import PlanBuilder
 from .clash import find_clash, format_bytes, with_memory
 from .constraints import Constraints
 from .context import SearchContext
+from .known_splits import known_splits
 from .limits import bind
 from .mesh_fit import MeshFitter, MeshResult
-from .meshes import axis_names, left_out
+from .meshes import MeshCandidate, axis_names, left_out
 from .op_kinds import OpKinds
 from .outcomes import mesh_outcomes
 from .plan import Plan
@@ -39,6 +40,9 @@ from .search_options import SearchOptions
 from .spaces import ChoiceSpaces
 from .storage_options import StoragePricing
 from .tables import Tables
+
+NEAR = 0.03
+"""The gap to the bound from which on the splits of plan strings are tried too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +151,49 @@ class _MeshSearch:
             results[at] = fitter.fit(results[at])
             best = fitter.best.time if fitter.best is not None else math.inf
             self.options.report(f"solved {results[at].candidate}", best)
+        if self._is_short(results):
+            self._try_known_splits()
+        if fitter.best is None:
+            self._try_without_gathers()
+        if fitter.best is not None and all(result is not fitter.best for result in results):
+            chosen = fitter.best
+            results = [chosen, *(result for result in results if result.candidate != chosen.candidate)]
         if fitter.best is None:
             bound = min((result.within for result in results), default=math.inf)
             raise NothingFits(lambda: self._nothing_fits(results), bound)
         return self._result(fitter.best, results, stopped, left_out(self.cluster, self.size))
+
+    def _is_short(self, results: Sequence[MeshResult]) -> bool:
+        """Whether memory is why the best plan is slower than its bound, and there is none from before to beat."""
+        best, bound = self.fitter.best, min((result.within for result in results), default=math.inf)
+        if self.options.upper < math.inf:
+            return False
+        return best is None or (best.within < best.time and best.time > bound * (1 + NEAR))
+
+    def _try_known_splits(self) -> None:
+        """Fit the splits of plan strings that may be faster than the best plan."""
+        for candidate, tables in known_splits(self.frame):
+            self._try(candidate, tables)
+
+    def _try_without_gathers(self) -> None:
+        """Fit all meshes with parameters that are never gathered: where nothing else fits, gathers may be why."""
+        graph, limits = self.analysis.graph, self.frame.limits
+        most = {parameter.key: min(1, limits.most.get(parameter.key, 1)) for parameter in graph.parameters}
+        frame = SearchContext(
+            self.analysis, self.cluster, self.training, replace(limits, most=most),
+            size=self.size, per_replica=self.options.data_only, recompute=self.options.recompute,
+        )  # fmt: skip
+        self.fitter.context = frame
+        for candidate in frame.candidates():
+            tables = frame.tables(frame.plain, candidate)
+            if tables is not None:
+                self._try(candidate, tables)
+
+    def _try(self, candidate: MeshCandidate, tables: Tables) -> None:
+        bound = relax(tables.problem())
+        if bound < self.fitter.upper and not self.late():
+            self.fitter.fit(MeshResult(candidate=candidate, bound=bound, within=bound, plain=tables, tables=tables))
+        self.options.report(f"tried {candidate} where memory is short", math.inf)
 
     def _result(
         self, best: MeshResult, results: Sequence[MeshResult], stopped: bool, notes: Iterable[str]

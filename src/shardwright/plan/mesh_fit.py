@@ -109,6 +109,7 @@ class MeshFitter:
         self.context, self.options, self.late = context, options, late
         self.limit = context.limits.memory
         self.hints: dict[tuple[bool, bool], np.ndarray] = {}
+        self.peaks: dict[tuple[Tables, tuple[int, ...]], MemoryPeak] = {}
         self.best: MeshResult | None = None
         self.leanest: MeshResult | None = None
 
@@ -136,13 +137,15 @@ class MeshFitter:
     def _closely(self, result: MeshResult, reserve: float | None, largest: float, upper: float) -> MeshResult:
         """A mesh solved roughly, which mostly has to reveal the transient memory, and closely where that fits."""
         rough = self._solve(result, reserve, largest=largest, upper=upper, rough=True)
-        if not self._fits(rough) or rough.solution is None or rough.solution.gap <= self.options.aim:
+        slow = rough.time >= min(upper, self.upper)  # and was not simulated
+        close = rough.solution is None or rough.time == math.inf or rough.solution.gap <= self.options.aim
+        if close or not (slow or self._fits(rough)):
             return rough
         exact = self._solve(rough, reserve, largest=largest, upper=upper)
-        return exact if self._fits(exact) and exact.time < rough.time else rough
+        return exact if slow or (self._fits(exact) and exact.time < rough.time) else rough
 
     def _fits(self, result: MeshResult) -> bool:
-        return result.time < math.inf and result.needs <= self.limit
+        return result.memory is not None and result.needs <= self.limit
 
     def _fit_smaller(self, first: MeshResult) -> MeshResult | None:
         """The fastest plan found that fits, with ops of any size and of less and less."""
@@ -152,24 +155,30 @@ class MeshFitter:
                 break
             if self._fits(result):
                 return result
+            largest = min(largest, self._largest_op(result))
             best = self._fit_reserve(result, best, largest) or best
-            largest = SHRINK * min(largest, self._largest_op(result))
+            largest *= SHRINK
             close = best is not None and best.time <= first.within * (1 + self.options.slack)
             if close or largest < SIZEABLE * self.limit or self.late():
                 break
             result = self._closely(result, None, largest, math.inf)
+        if best is None and self.best is None and self._upper(None) > first.time:
+            return self._fit_reserve(first, None, math.inf)  # with larger ops, which lean plans may have too
         return best
 
     def _fit_reserve(self, result: MeshResult, best: MeshResult | None, largest: float) -> MeshResult | None:
         """The fastest plan found that fits with some reserve and beats the best; `result` is one that does not fit."""
-        span = ReserveRange(0.0 if result.transient > 0 else -OVERSTATED * self.limit, self.limit, WORTH * self.limit)
-        reserve, fitting, transient = span.towards(result.transient), None, result.transient
-        for _ in range(ATTEMPTS):
-            if reserve is None:
-                break
+        span = ReserveRange(-OVERSTATED * self.limit, self.limit, WORTH * self.limit)
+        reserve, fitting, transient, attempts = span.towards(result.transient), None, result.transient, 0
+        while reserve is not None and attempts < ATTEMPTS:
             tried = self._closely(result, reserve, largest, self._upper(fitting or best))
             wanted = -math.inf
-            if tried.time >= self._upper(fitting or best):  # nothing, which more in reserve does not change
+            if tried.time == math.inf:  # nothing, which more in reserve does not change
+                room = self._room_for_least(tried)
+                if room < reserve:
+                    wanted = room - span.least / 2
+                span.high = min(reserve, room)
+            elif tried.time >= self._upper(fitting or best):
                 span.high = reserve
             elif self._fits(tried):
                 fitting, span.high, wanted = tried, reserve, tried.transient
@@ -177,11 +186,19 @@ class MeshFitter:
                     break
             else:
                 span.low, wanted = reserve, tried.transient
-                if fitting is None and wanted >= span.high and wanted > LESS * transient:
-                    break  # no reserve is enough: something else has to change
+                known = self._upper(fitting or best) < math.inf
+                if wanted >= span.high - known * span.least and (known or wanted > LESS * transient):
+                    break  # no reserve is enough, or none that leaves a faster plan than is known
                 transient = wanted
+            attempts += tried.memory is not None  # that nothing fits is soon known
             reserve = span.towards(wanted)
         return fitting
+
+    def _room_for_least(self, tried: MeshResult) -> float:
+        """What can be reserved for a solution of the least sums, where that is known."""
+        assert tried.solution is not None
+        least = tried.solution.least_memory
+        return self.limit - least if math.isfinite(least) else math.inf
 
     def _upper(self, best: MeshResult | None) -> float:
         return min(self.upper, best.time if best is not None else math.inf)
@@ -194,27 +211,30 @@ class MeshFitter:
         self, result: MeshResult, reserve: float | None = None, *,
         largest: float = math.inf, upper: float = math.inf, rough: bool = False,
     ) -> MeshResult:  # fmt: skip
-        """A mesh solved and its solution simulated; without a reserve only what certainly coexists counts.
+        """A mesh solved and its solution simulated, unless it is too slow to matter.
+
+        Without a reserve only what certainly coexists counts.
 
         Activation checkpointing is tried only where memory is short: it never makes a step faster.
         """
-        ask = _Question(reserve, largest, min(upper, self.upper), rough)
+        upper = min(upper, self.upper)
+        ask = _Question(reserve, largest, upper, rough)
         solution = None
         if (True, reserve is None) not in self.hints:  # else another mesh was short of memory, and this one will be
             solution = self._answer(result.plain, ask)
             result = replace(result, tables=result.plain, solution=solution)
             short = solution.states is None or solution.time > result.bound * (1 + self.options.aim)
             if not short or not self.context.may_recompute:
-                return self._simulated(result)
+                return self._simulated(result, upper)
             ask = ask._replace(upper=min(ask.upper, solution.time))
         tables = result.again or self.context.tables(self.context.recomputing, result.candidate, like=result.plain)
         if tables is None:
-            return self._simulated(result)
+            return self._simulated(result, upper)
         again = self._answer(tables, ask, recompute=True)
         if solution is not None and solution.states is not None and not again.time < solution.time:
             lower = min(solution.bound, again.bound)
-            return self._simulated(replace(result, again=tables, solution=replace(solution, bound=lower)))
-        return self._simulated(replace(result, tables=tables, again=tables, solution=again))
+            return self._simulated(replace(result, again=tables, solution=replace(solution, bound=lower)), upper)
+        return self._simulated(replace(result, tables=tables, again=tables, solution=again), upper)
 
     def _answer(self, tables: Tables, ask: _Question, *, recompute: bool = False) -> Solution:
         key = (recompute, ask.reserve is None)
@@ -231,13 +251,15 @@ class MeshFitter:
             return solution
         return replace(solution, memory=float(solution.resources @ memory_weights()))
 
-    def _simulated(self, result: MeshResult) -> MeshResult:
+    def _simulated(self, result: MeshResult, upper: float) -> MeshResult:
         solution, tables = result.solution, result.tables
-        if solution is None or solution.states is None:
+        if solution is None or solution.states is None or solution.time >= upper:
             return replace(result, memory=None)
-        choices, storage = tables.choices(solution.states), tables.storage(solution.states)
-        memory = tables.peak(choices, storage, tables.recompute(solution.states))
-        result = replace(result, memory=memory)
+        key = tables, solution.states
+        if key not in self.peaks:
+            choices, storage = tables.choices(solution.states), tables.storage(solution.states)
+            self.peaks[key] = tables.peak(choices, storage, tables.recompute(solution.states))
+        result = replace(result, memory=self.peaks[key])
         if self.leanest is None or result.needs < self.leanest.needs:
             self.leanest = result
         return result

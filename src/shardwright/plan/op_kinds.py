@@ -67,8 +67,37 @@ class OpKinds:
         ]
         rule = signature.rule.text if signature.rule else ""
         decision = repr(self.decisions.get(op.name)) if self.decisions else ""
-        flags = (op.no_grad, op.region is None, op.name in self.lean, op.name in self.in_chunks)
+        flags = (
+            op.no_grad,
+            op.region is None,
+            op.name in self.lean,
+            op.name in self.in_chunks,
+            op.name in self.grouped,
+        )
         return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), decision, flags
+
+    @cached_property
+    def grouped(self) -> dict[str, int]:
+        """The ops that make keys and values of grouped heads, from their matmuls on, with the number of those heads."""
+        heads: dict[str, int] = {}
+        values, signatures = self.graph.values, self.analysis.signatures
+        for op in self.live:
+            signature = signatures[op.name]
+            if not any(signature.is_split_by("ring", role) for role in signature.roles):
+                continue
+            queries, *rest = [values[name].shape for name in op.inputs[:3]]
+            waiting = [name for name, shape in zip(op.inputs[1:3], rest, strict=True) if shape[-3] < queries[-3]]
+            while waiting:
+                maker = self.graph.producer.get(name := waiting.pop())
+                if maker is not None and values[name].gradient and maker.name not in heads:
+                    heads[maker.name] = min(shape[-3] for shape in rest)
+                    waiting += () if is_matmul(signatures[maker.name]) else maker.inputs
+        return heads
+
+    @cached_property
+    def layer_share(self) -> float:
+        """The part of all layers that one of them is."""
+        return 1.0 / max(1, len({layer_of(op.module_path) for op in self.live} - {""}))
 
     @cached_property
     def work(self) -> dict[str, dict[int, float]]:

@@ -2,7 +2,7 @@
 
 A space lists, for every axis, the op's roles, running replicated, and where it can pay
 
-    FAN        an op of parameters only returns its gradients as pending sums
+    FAN        an op of parameters only, or of keys of grouped heads, returns its gradients as pending sums
     PASS_PARTIAL       a linear op lets a pending sum through
 
 Lossy pruning, listed in the plan's notes: on a mesh with several free axes an op is split on the batch, on the sequence
@@ -248,12 +248,17 @@ class ChoiceSpaces:
             "" in demand.picks and demand.axis in (None, axis.name) for demand in self.demands.get(op.name, ())
         )
         picks = [*([] if data and roles and not unsplit_demanded else [""]), *roles]
-        if op.name in self.kinds.lean:
+        if op.name in self.kinds.lean or (not data and self._is_shared_within_node(op)):
             picks.append(FAN)
         picks += [f"{PASS_PARTIAL}{group}" for group in self._rows(op, signature)]
         known = self.allowed.get(op.name, {}).get(axis.name)
         allowed = picks if known is None else [*map(without_stripes, known)]
         return [pick for pick in picks if pick in allowed or without_stripes(pick) in allowed] or picks
+
+    def _is_shared_within_node(self, op: Op) -> bool:
+        """Whether an op makes keys or values of fewer heads than a node has devices, some of which compute the same."""
+        devices = max(group.node.devices for group in self.moves.cluster.groups)
+        return self.kinds.grouped.get(op.name, devices) < min(devices, self.mesh.size)
 
     def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
         """Groups of linear inputs through which a pending sum may pass and gets smaller, or is a number anyway."""

@@ -19,6 +19,7 @@ from ..cost.resources import COUNT, Resource
 from ..cost.time import update_time
 from ..ir import Parameter
 from ..ir.graph import ITEM_SIZE
+from ..ir.paths import layer_of
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..storage import SHARDED_KINDS, Replicated, Storage, StoredElements, restricted
 from .spaces import ChoiceSpaces
@@ -35,6 +36,9 @@ SLOWED = {
     Resource.BESIDE_FORWARD: Resource.COMPUTE_FORWARD, Resource.BESIDE_BACKWARD: Resource.COMPUTE_BACKWARD
 }  # fmt: skip
 """The kernels that run beside it."""
+
+UNITS, GRADIENTS = 2.0, 2.0
+"""Of ZeRO-3 in backward: layers that are gathered at once, and layers whose gradients are being summed."""
 
 KERNELS = 8
 """Of an optimizer's step on one parameter."""
@@ -128,6 +132,8 @@ class StoragePricing:
         used[Resource.STORED] = share.parameter * stored
         if not storage.shards_parameter and training.item(value) != stored:
             used[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
+        if storage.shards_parameter:
+            used[Resource.PASSING] = self._gathered(parameter, count * training.item(value))
         for sent in self.sends(parameter, layout, storage, unit):
             used[sent.resource] += sent.seconds
             if sent.resource in SLOWED:
@@ -139,6 +145,13 @@ class StoragePricing:
             if storage.update_copies:
                 used[Resource.UPDATE] += self.moves.copy(storage.update_copies * share.updated * true)
         return used
+
+    def _gathered(self, parameter: Parameter, bytes: float) -> float:
+        """Bytes of a mean moment for a parameter that ZeRO-3 gathers; what is outside of layers stays gathered."""
+        if not layer_of(parameter.key):
+            return bytes
+        trained = parameter.trainable and self.spaces.backward
+        return bytes * (UNITS + GRADIENTS * trained) * self.spaces.kinds.layer_share
 
     def count(self, shape: tuple[int, ...], layout: Layout) -> float:
         """How many elements of a parameter a device has."""

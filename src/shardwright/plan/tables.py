@@ -97,8 +97,8 @@ class Tables:
         if isinstance(table, OpTable):
             used = self.spaces.of(table.kind).used
             if not table.region:
-                return _again(used) if table.again else used
-            again = _again(used)
+                return self.recomputed(used) if table.again else used
+            again = self.recomputed(used)
             both = np.stack([again if table.again else used, again], axis=1)
             used_by_option: np.ndarray = both[:, [int(at >= 0) for at in table.region]]
             return used_by_option
@@ -108,15 +108,24 @@ class Tables:
             return self.storage_options[table.parameter].used
         return self._use(table)
 
+    def recomputed(self, used: np.ndarray) -> np.ndarray:
+        """The same in a recomputed region: forward runs twice, and what is saved exists for one layer at a time."""
+        repeated = used.copy()
+        repeated[..., Resource.COMPUTE_BACKWARD] += repeated[..., Resource.COMPUTE_FORWARD]
+        repeated[..., Resource.SEND_BACKWARD] += repeated[..., Resource.SEND_FORWARD]
+        repeated[..., Resource.PASSING] += repeated[..., Resource.KEPT] * self.skeleton.kinds.layer_share
+        repeated[..., Resource.KEPT] = 0.0
+        return repeated
+
     # -- reshards --------------------------------------------------------------------------
 
     def _edge(self, table: EdgeTable) -> np.ndarray:
         """[state, state, (recomputation option,) resource]"""
         used = self._price(table, table.saved)
         if table.again:
-            used = _again(used)
+            used = self.recomputed(used)
         if table.ways:
-            again = used if table.again else _again(used)
+            again = used if table.again else self.recomputed(used)
             enters = used if table.saved else self._price(table, True)
             every = np.stack([used, enters, again], axis=2)
             used = every[:, :, [("plain", "enters", "again").index(option) for option in table.ways]]
@@ -315,12 +324,3 @@ def merged(factors: Sequence[CostFactor]) -> tuple[CostFactor, ...]:
     tables = {id(factor.table): factor.table for factor in factors}
     scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
     return tuple(CostFactor(variables, scaled[at, count]) for (variables, at), count in counts.items())
-
-
-def _again(used: np.ndarray) -> np.ndarray:
-    """The same in a recomputed region: forward runs twice, and nothing is saved for backward."""
-    repeated = used.copy()
-    repeated[..., Resource.COMPUTE_BACKWARD] += repeated[..., Resource.COMPUTE_FORWARD]
-    repeated[..., Resource.SEND_BACKWARD] += repeated[..., Resource.SEND_FORWARD]
-    repeated[..., Resource.KEPT] = 0.0
-    return repeated

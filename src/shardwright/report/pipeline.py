@@ -13,12 +13,12 @@ from rich.text import Text
 from ..plan import Plan
 from ..schedule import Schedule, SimulatedRun, StageEdge, StageTimes, draw_run, fewer, schedule_kind, simulate
 from .communication import format_bytes
-from .text import format_time, indented, parts_of_step, parts_of_time, percent, table_of
+from .text import format_time, indented, parts_of_step, parts_of_time, percent, step_time, table_of
 
 MOST_LINES = 8  # of the picture
 MOST_STAGES = 8
 MOST_OTHERS = 4
-WIDTH = 110
+WIDTH = 78
 
 Predicted = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def pipeline_devices(predicted: Predicted) -> list[str]:
 
 def _time(predicted: Predicted, staged: bool) -> Iterator[RenderableType]:
     step, pipeline = predicted["seconds"], predicted["pipeline"]
-    yield Text(f"predicted step time {format_time(step)}", style="bold")
+    yield step_time(predicted)
     yield from parts_of_time(parts_of_step(predicted), step, bool(predicted.get("stopped")))
     if staged:
         slowest = f"the slowest stage takes {percent(pipeline['balance'] - 1)} longer than the mean"

@@ -15,9 +15,10 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..plan.folding import star
+from ..plan.joint import UNBOUNDED
 from .communication import format_bytes
 from .pipeline import pipeline_devices, pipeline_screen
-from .text import format_time, indented, parts_of_step, parts_of_time, percent, table_of
+from .text import format_time, indented, parts_of_step, parts_of_time, percent, step_time, table_of
 
 MOST_SENT = 5  # rows of the table of collectives
 MOST_MESHES = 4
@@ -95,11 +96,13 @@ def _pipelines(predicted: Predicted) -> Iterator[RenderableType]:
     if pipelines is None:
         return
     best, count = pipelines["best"], pipelines["tried"] + pipelines["pruned"]
+    step, bound = predicted["seconds"], pipelines["bound"]
+    limit = f" (bound: {_against(bound, step)})" if bound < UNBOUNDED else ""
     if best is not None:
-        more = percent(best["seconds"] / predicted["seconds"] - 1)
-        yield indented(f"of {count} pipelines the best solved is {more} slower: {best['text']}")
+        more = percent(best["seconds"] / step - 1)
+        yield indented(f"of {count} pipelines the best solved is {more} slower{limit}: {best['text']}")
     else:
-        yield indented(f"none of {count} pipelines can be faster")
+        yield indented(f"of {count} pipelines none was found that is faster{limit}")
 
 
 def _outcome(mesh: Predicted, best: float) -> str:
@@ -124,11 +127,7 @@ def _against(bound: float, best: float) -> str:
 
 def _time(predicted: Predicted) -> Iterator[RenderableType]:
     step = predicted["seconds"]
-    line = f"predicted step time {format_time(step)}"
-    if "bound" in predicted:
-        where = "on the meshes that were searched" if predicted["stopped"] else "in the search space"
-        line += f"; nothing {where} takes less than {format_time(predicted['bound'])} (gap {percent(predicted['gap'])})"
-    yield Text(line, style="bold")
+    yield step_time(predicted)
     yield from parts_of_time(parts_of_step(predicted), step, bool(predicted.get("stopped")))
 
 

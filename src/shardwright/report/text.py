@@ -10,6 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 
+def step_time(predicted: Mapping[str, Any]) -> Text:
+    """The step of a plan, and how far it can be from the best that was searched."""
+    line = f"predicted step time {format_time(predicted['seconds'])}"
+    if "bound" in predicted:
+        where = "in the search space"
+        if predicted["stopped"]:
+            where = "on the meshes that were searched"
+        elif "pipelines" in predicted:  # which have a bound of their own, and a looser one
+            where = "without stages or microbatches"
+        line += f"; nothing {where} takes less than {format_time(predicted['bound'])} (gap {percent(predicted['gap'])})"
+    return Text(line, style="bold")
+
+
 def parts_of_time(kinds: Mapping[str, float], step: float, stopped: bool) -> Iterator[Padding]:
     """The parts of a step's time, and whether the search was stopped."""
     if stopped:

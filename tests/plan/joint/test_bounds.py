@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardwright.cluster import find
-from shardwright.plan.joint.bounds import LeastCosts, least_seconds, load_of
+from shardwright.plan.joint.bounds import LeastCosts, idle_seconds, least_seconds, load_of
 from shardwright.plan.joint.search import PipelineSearch
 
 from .models import language
@@ -35,6 +35,12 @@ def test_what_memory_costs_is_in_the_bound():
     assert least_seconds([load_of(1, lines, 4.0)]) == 6.0
     assert least_seconds([load_of(2, lines, 4.0)]) == 2.0
     assert least_seconds([load_of(1, lines, 1.0)]) == math.inf
+
+
+def test_where_no_rank_can_run_all_blocks_nothing_bounds_it():
+    assert idle_seconds([math.inf, math.inf], 1.0) == math.inf
+    assert idle_seconds([2.0, math.inf], 1.0) == 0.0
+    assert idle_seconds([2.0, 2.0], 1.0) == 1.0
 
 
 @pytest.mark.parametrize("room", [math.inf, 0.8 * 2**30, 0.5 * 2**30, 0.35 * 2**30])

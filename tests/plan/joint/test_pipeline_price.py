@@ -1,6 +1,10 @@
 """Plans with stages or microbatches are priced, whoever made them, and their numbers add up."""
 
+import io
+import re
+
 import pytest
+from rich.console import Console
 
 import shardwright as sw
 from shardwright import planning
@@ -67,6 +71,20 @@ def test_the_screen_shows_links_communication_and_ops_in_80_columns(plan):
         assert "pipeline" not in text
     else:
         assert "stages of the model, nvlink-3" in text
+
+
+@pytest.mark.parametrize(("plan", "microbatches"), [("pp=4", 4), ("dp=2,tp=2", None), ("zero3=2,tp=2", 2)])
+def test_a_terminal_of_80_columns_shows_all_of_it(plan, microbatches):
+    """Text and tables fit themselves to it, and the picture of a schedule is no wider."""
+    lines = str(explain(gpt_plan(plan, microbatches=microbatches))).splitlines()
+    rows = [line for line in lines if re.match(r"[0-9]+ +[|]", line)]
+    assert max(map(len, rows), default=0) <= 80
+    assert len(rows) == (4 if plan.startswith("pp") else 0)
+    narrow = io.StringIO()
+    Console(file=narrow, width=80).print(explain(gpt_plan(plan, microbatches=microbatches)))
+    shown = narrow.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown, "nothing is cut off"
 
 
 @pytest.mark.parametrize(

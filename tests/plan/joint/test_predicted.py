@@ -11,6 +11,7 @@ from shardwright.plan.constraints import read_constraints
 from shardwright.plan.file import load
 from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.joint import predicted
+from shardwright.report.text import format_time
 
 from .models import language
 from .test_planner import MIXED
@@ -45,3 +46,11 @@ def test_times_add_up(plan):
     assert parts == pytest.approx(prediction["seconds"], rel=2e-3)
     kinds = [size for kind, size in prediction["memory"].items() if kind != "peak"]
     assert sum(kinds) == pytest.approx(prediction["memory"]["peak"], abs=8)
+
+
+def test_the_screen_says_how_far_a_pipeline_can_be_from_the_best(plan):
+    prediction = plan.predicted["train"]
+    assert 0.0 < prediction["bound"] <= prediction["seconds"]
+    assert prediction["gap"] == pytest.approx(prediction["seconds"] / prediction["bound"] - 1, abs=2e-3)
+    words = f"nothing in the search space takes less than {format_time(prediction['bound'])} (gap"
+    assert words in " ".join(str(sw.explain(plan)).split())

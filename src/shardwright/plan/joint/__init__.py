@@ -12,11 +12,12 @@ short.
 from .chunked_search import find_best_plan
 from .pipeline_price import PipelinePrice
 from .planner import JointResult, find_plan
-from .predict import note_of, pipeline_summary, predicted
+from .predict import UNBOUNDED, note_of, pipeline_summary, predicted
 from .price_stages import price_pipeline, price_plan
 from .stage_whatif import stage_alternatives
 
 __all__ = [
+    "UNBOUNDED",
     "JointResult",
     "PipelinePrice",
     "find_best_plan",

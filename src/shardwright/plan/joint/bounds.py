@@ -103,12 +103,16 @@ def bound_of(alone: Sequence[float], microbatches: int, fill: float, after: Sequ
 
 def idle_seconds(alone: Sequence[float], fill: float) -> float:
     """The least seconds that a rank is idle, from the seconds of a microbatch if each rank ran all blocks."""
-    return fill * (min(alone) - _shared(alone))
+    least = min(alone)
+    return fill * (least - _shared(alone)) if math.isfinite(least) else math.inf
 
 
 def _shared(alone: Sequence[float]) -> float:
     """Seconds that ranks take together for what each would take alone; 0 if there is nothing to do."""
-    return 1.0 / sum(1.0 / each for each in alone) if all(alone) else 0.0
+    if not all(alone):
+        return 0.0
+    rate = sum(1.0 / each for each in alone)
+    return 1.0 / rate if rate else math.inf
 
 
 SECONDS = row(compute_backward=1.0, beside_forward=1.0, beside_backward=1.0, update=1.0)

@@ -14,6 +14,9 @@ from .candidates import PipelineTrial
 from .planner import JointResult
 from .price_stages import price_pipeline
 
+UNBOUNDED = 1e12
+"""The seconds of a bound where no pipeline was possible: JSON has no infinity."""
+
 NEXT = 6
 """Runners-up that a plan file names."""
 
@@ -50,7 +53,7 @@ def pipeline_summary(outcome: JointResult) -> dict[str, Any]:
     return {
         "pipelines": {
             "best": None if best is None else {"text": describe_trial(best, names), "seconds": short(best.seconds)},
-            "bound": short(min(piped.bound, 1e12)),
+            "bound": short(min(piped.bound, UNBOUNDED)),
             "tried": piped.tried,
             "pruned": piped.pruned,
             "stopped": piped.stopped,
@@ -104,4 +107,4 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-__all__ = ["describe_trial", "note_of", "pipeline_summary", "predicted"]
+__all__ = ["UNBOUNDED", "describe_trial", "note_of", "pipeline_summary", "predicted"]
