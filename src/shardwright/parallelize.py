@@ -37,7 +37,8 @@ from .options import (
     refuse_moved,
 )
 from .plan import Plan
-from .plan.constraints import Constraints, ConstraintsLike, read_constraints
+from .plan.constraint_kinds import Constraints, ConstraintsLike
+from .plan.constraints import read_constraints
 from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
 from .plan.search_options import Progress, SearchOptions
 from .planning import (

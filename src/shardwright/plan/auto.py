@@ -23,11 +23,11 @@ from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
+from .binder import bind
 from .builder import PlanBuilder
 from .clash import find_clash, format_bytes, with_memory
-from .constraints import Constraints
+from .constraint_kinds import Constraints
 from .context import SearchContext
-from .limits import bind
 from .mesh_fit import MeshFitter, MeshResult
 from .meshes import axis_names, left_out
 from .op_kinds import OpKinds
