@@ -39,7 +39,7 @@ from .options import (
 from .plan import Plan
 from .plan.constraint_kinds import Constraints, ConstraintsLike
 from .plan.constraints import read_constraints
-from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
+from .plan.request import PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_size
 from .plan.search_options import Progress, SearchOptions
 from .planning import (
     cluster_for,
@@ -74,13 +74,13 @@ def parallelize(
 
     example     arguments of a call: a tuple, a dict of keyword arguments, or (args, kwargs). Without
                 it the model is compiled at its first call.
-    plan        "auto", a plan string such as "dp=2,tp=2", a Plan, the path of a plan file, or a
-                function (graph, number of devices) -> Plan.
+    plan        "auto", a plan string such as "dp=2,tp=2", both ("auto,tp=2"), a Plan, the path of a plan file, or a
+                policy: a function of a graph and a cluster, or its name ("mine.py:policy"), see docs/policies.md.
     cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
                 shardwright calibrate), "auto": the devices of this run, measured once (see docs/clusters.md), or
                 "catalogue": as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
-    constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
+    constraints what the plan has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
     inputs      what a call passes: "global" (every rank the whole global batch), "per_replica" (each data-parallel
                 replica its own samples), "per_rank" (each rank its own samples).
@@ -99,7 +99,7 @@ def parallelize(
     pipeline, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
     exact, source = _exact(precision, model, optimizer), read_source(plan)
     model = unwrapped(model)
-    world, requested = start(timeout=options.timeout), read_asked(constraints, model, source)
+    world, requested = start(timeout=options.timeout), read_asked(constraints, model)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
     search = SearchOptions(
         memory=read_bytes(memory), constraints=requested, microbatches=pipeline.microbatches, local=pipeline.local,
@@ -210,7 +210,7 @@ def plan(
 
     cluster     a name such as "8xA100-80GB", the path of a cluster file, or a number of CPU processes
     memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
-    constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
+    constraints what the plan has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   as `parallelize` takes it: "bf16-mixed", "bf16", ...; None: as it is written
     seconds     how long "auto" searches at most; the plan says if that was not enough
@@ -242,7 +242,7 @@ def read_request(
     constraints: ConstraintsLike | None, search: SearchOptions,
 ) -> PlanRequest:  # fmt: skip
     """The request for a plan of a model; the memory limit and the constraints come as people write them."""
-    read = replace(search, memory=read_bytes(memory), constraints=read_asked(constraints, model, source))
+    read = replace(search, memory=read_bytes(memory), constraints=read_asked(constraints, model))
     return PlanRequest(source=source, options=read, training=training, cluster=cluster)
 
 
@@ -276,11 +276,8 @@ def captured_graph(
                        masks=MaskFacts(buffers=dict(model.named_buffers(remove_duplicate=False))))  # fmt: skip
 
 
-def read_asked(constraints: ConstraintsLike | None, model: nn.Module, source: PlanSource) -> Constraints:
-    """Constraints on the search of a plan for a model."""
-    if constraints is not None and not isinstance(source, AutoPlan):
-        name = source_name(source)
-        raise InputError(f'constraints are for plan="auto", which searches; plan={name!r} says what to do')
+def read_asked(constraints: ConstraintsLike | None, model: nn.Module) -> Constraints:
+    """Constraints on a plan for a model."""
     modules = model.named_modules(remove_duplicate=False)
     return read_constraints(constraints, {path: type(module).__name__ for path, module in modules})
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from ..batch_dim import find_batch_dim
 from ..errors import InputError, ShardwrightError
 from ..formats import Faults, anything, either, listing, nothing, raise_faults, read_json, record, show
 from ..formats import text as text_schema
+from ..python_files import find_function
 from ..verify.parity import arguments_of
 
 MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
@@ -30,48 +28,10 @@ def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) ->
         raise InputError(f"--batch {batch} must be at least 1")
     if text.startswith("hf:"):
         return _hugging_face(Path(text.removeprefix("hf:")), batch or 8, seq, meta)
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise InputError(f"{text!r} does not name a model; write {MODEL}")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    make = getattr(module, name, None)
-    if not callable(make):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    make = find_function(text, f"a model; write {MODEL}")
     result = make()
     model, example = _parts(result, text)
     return model, example if batch is None else resize_batch(example, batch)
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}")
-    name = path.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path.resolve():
-        return loaded
-    if loaded is not None or not name.isidentifier():
-        name = f"shardwright_model_{abs(hash(path.resolve()))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # generated code imports the model's functions from it
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _import_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"there is no module {name!r} ({error}); for a file write its path, ending in .py") from error
 
 
 def _parts(result: Any, text: str) -> tuple[nn.Module, Example]:

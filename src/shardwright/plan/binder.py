@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 
@@ -45,7 +45,7 @@ def bind(constraints: Constraints, analysis: Analysis, chunked: Iterable[str] = 
     binder.chunked |= dict.fromkeys(chunked)
     for item in constraints.items:
         binder.add(item)
-    raise_all(PlanError, f"the constraints do not fit {analysis.graph.name}:", binder.faults)
+    binder.check()
     return binder.finish()
 
 
@@ -62,7 +62,8 @@ class Binder:
     """Takes one constraint after the other, and collects what is wrong with them."""
 
     def __init__(self, constraints: Constraints, analysis: Analysis) -> None:
-        self.analysis, self.graph, self.classes = analysis, analysis.graph, constraints.classes
+        self.analysis, self.graph = analysis, analysis.graph
+        self.classes = constraints.classes or analysis.graph.classes
         self.live = analysis.live
         self.faults: list[str] = []
         self.axes: dict[str, tuple[AxisConstraint, ...]] = {}
@@ -78,6 +79,10 @@ class Binder:
         self.uncut: dict[str, tuple[Op, ...]] = {}
         self.devices: tuple[tuple[int, ...], ...] = ()
         self.why: dict[str, tuple[str, ...]] = {}
+
+    def check(self) -> None:
+        """Refuse what does not fit the model."""
+        raise_all(PlanError, f"the constraints do not fit {self.graph.name}:", self.faults)
 
     def finish(self) -> Limits:
         must = dict.fromkeys(self.must)
@@ -117,7 +122,7 @@ class Binder:
                 for demand in demands:
                     self._demand(self.graph.by_name[name], demand, item.source)
             return
-        if unknown := list(self._unknown(item.target)):
+        if unknown := list(self.unknown(item.target)):
             self.faults += [f"{item.source}: {fault}" for fault in unknown]
             return
         ops = self.ops_of(item.target)
@@ -157,7 +162,8 @@ class Binder:
             self.faults.append(f"{item.source}: another entry asks for {item.what}: {old}; leave one of them out")
         self.pipeline[item.what] = old
 
-    def _unknown(self, target: Target) -> Iterable[str]:
+    def unknown(self, target: Target) -> Iterator[str]:
+        """The names of a target that the model does not have."""
         paths = list(self.classes) or list(self.graph.under)
         for pattern in target.modules:
             if not any(Target(modules=(pattern,)).place(path, {}) for path in paths):
@@ -283,13 +289,12 @@ class Binder:
             modules.setdefault(item.target.place(op.module_path, self.classes) or "", []).append(op)
         for path, module_ops in modules.items():
             if item.before:
-                self.pivots[path] = module_ops[0]
+                self.pivots[module_ops[0].name] = module_ops[0]
             else:
                 self.uncut[path] = tuple(module_ops)
 
     def _zero(self, item: ZeroConstraint, ops: Sequence[Op]) -> None:
-        names = {op.name for op in ops}
-        parameters = [parameter for parameter in self.graph.parameters if self._is_about(item.target, parameter, names)]
+        parameters = self._parameters_of(item.target, ops)
         if not parameters:
             self.faults.append(f"{item.source}: no parameter of the model is meant")
         for parameter in parameters:
@@ -299,6 +304,14 @@ class Binder:
                 self.faults.append(f"{item.source}: another entry asks for ZeRO {old.level} of {parameter.key}"
                                    f"{f' on {old.on}' if old.on else ''}; leave one of them out")  # fmt: skip
             self.storing[parameter.key] = StorageLimit(level, on)
+
+    def keys_of(self, item: ZeroConstraint) -> list[str]:
+        """The parameters that are meant."""
+        return [parameter.key for parameter in self._parameters_of(item.target, self.ops_of(item.target))]
+
+    def _parameters_of(self, target: Target, ops: Sequence[Op]) -> list[Parameter]:
+        names = {op.name for op in ops}
+        return [parameter for parameter in self.graph.parameters if self._is_about(target, parameter, names)]
 
     def _is_about(self, target: Target, parameter: Parameter, ops: set[str]) -> bool:
         """By its key, by the module that it is in, or where ops are named, by an op that uses it."""
