@@ -25,6 +25,7 @@ PAGES = [
     "launching.md",
     "lightning.md",
     "methods.md",
+    "policies.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -43,7 +43,7 @@ from ..ir import Graph
 from ..options import CompileOptions, Outputs, PipelineOptions
 from ..parallelize import captured_graph, cluster_size, planned, read_request
 from ..plan import Plan
-from ..plan.request import PlanRequest, read_source
+from ..plan.request import AutoPlan, PlanRequest, is_policy, read_source
 from ..plan.search_options import SearchOptions
 from ..planning import cluster_for, training_of
 from ..precision import NAMED, read_precision
@@ -93,7 +93,7 @@ def make_parser() -> ArgumentParser:
     _model_arguments(plan)
     _plan_arguments(plan)
     plan.add_argument("--full", action="store_true", help="show every op, parameter and collective too")
-    plan.add_argument("--constraints", type=Path, help="constraints on --plan auto: a YAML file")
+    plan.add_argument("--constraints", type=Path, help="constraints on the plan: a YAML file")
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan (JSON); default: only show it")
     commands.add_subcommand("plan", plan, help="make a plan and show it")
 
@@ -342,13 +342,14 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
 
 def _devices(options: Namespace) -> int:
     """The number of devices: the plan's, that of --devices, or all of the cluster."""
-    if options.plan != "auto":
-        ranks = ranks_of(read_source(options.plan))
+    source = read_source(options.plan)
+    if not isinstance(source, AutoPlan) and not is_policy(source):
+        ranks = ranks_of(source)
         if options.devices is not None and options.devices != ranks:
             raise InputError(f"--devices {options.devices} does not fit --plan {options.plan}, which is for {ranks}")
         return ranks
     named = options.get("cluster")
-    return options.devices or (cluster_size(named, read_source("auto")) if named is not None else 1)
+    return options.devices or (cluster_size(named, source) if named is not None else 1)
 
 
 __all__ = ["load_model", "main", "resize_batch"]

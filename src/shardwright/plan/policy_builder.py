@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from ..cluster import Cluster
 from ..errors import LayoutError, PlanError, ScheduleError
 from ..ir import Graph, Op
 from ..layout import Axis, Mesh
+from ..ops.chunked_losses import LOSSES
 from ..rules import analyse
 from ..schedule import Step, schedule_kind
 from ..storage import SHARDED_KINDS
@@ -36,7 +37,6 @@ from .binder import Binder
 from .constraint_kinds import (
     ChoiceDemand,
     ChunkedLossConstraint,
-    Constraint,
     Constraints,
     ConstraintSource,
     Range,
@@ -51,6 +51,8 @@ from .plan import Plan
 from .policy_call import analysis_of_call, calling_line
 from .policy_constraints import AxisSize, PolicyDecisions, constraints_of, read_axes
 from .selection import Selection, read_selection
+
+Fitting = TypeVar("Fitting", RecomputeConstraint, ChunkedLossConstraint, SameSplitConstraint)
 
 TIME = "time"
 """The axis of microbatches, as a verb names it."""
@@ -109,7 +111,8 @@ class PolicyBuilder:
     def tie(self, target: Selection) -> None:
         """Split the ops of one name in all of these modules in the same way."""
         source = calling_line("tie", (target,), {})
-        self._take(SameSplitConstraint(target=self._target(target, source), source=source))
+        item = SameSplitConstraint(target=self._target(target, source), source=source)
+        self._decisions.ties.append(self._fitting(item))
 
     def store(self, target: Selection = "", kind: str = "zero3", *, over: str | None = None) -> None:
         """How the parameters of modules, or those of some keys, are stored.
@@ -131,14 +134,23 @@ class PolicyBuilder:
     def recompute(self, target: Selection, wanted: bool = True) -> None:
         """Activation checkpointing: save only the inputs of modules for backward; or, if it is not wanted, never."""
         source = calling_line("recompute", (target, wanted), {})
-        self._take(RecomputeConstraint(target=self._target(target, source), wanted=wanted, source=source))
+        selected = self._target(target, source)
+        paths = dict.fromkeys(selected.place(op.module_path, self.graph.classes) for op in self._ops(selected, source))
+        for path in paths:
+            named = Target(modules=(path,)) if path else Target()
+            item = RecomputeConstraint(target=named, wanted=wanted, source=source)
+            self._decisions.recompute[path or ""] = self._fitting(item)
 
     def chunk(self, target: Selection = "", chunks: int | None = None) -> None:
         """Make the logits of losses in chunks of rows; without a number in as many as are usual."""
         source = calling_line("chunk", (target, chunks), {})
         if chunks is not None and chunks < 2:
             _refuse(source, f"{chunks} is no number of chunks; use 2 or more")
-        self._take(ChunkedLossConstraint(target=self._target(target, source), chunks=chunks, source=source))
+        selected = self._target(target, source)
+        losses = [op for op in self._ops(selected, source) if op.target in LOSSES]
+        for op in losses or _refuse(source, "no cross_entropy of the model is meant"):
+            item = ChunkedLossConstraint(target=Target(ops=(op.name,)), chunks=chunks, source=source)
+            self._decisions.chunks[op.name] = self._fitting(item)
 
     def place(self, target: Selection, devices: Sequence[int] | int, **axes: int) -> int:
         """Put modules on devices as the next stage of a pipeline; returns its number.
@@ -233,14 +245,13 @@ class PolicyBuilder:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def _take(self, item: Constraint) -> None:
-        """Remember a constraint, if it fits the model and those before it."""
+    def _fitting(self, item: Fitting) -> Fitting:
+        """A constraint, if it fits the model."""
         binder = Binder(Constraints(classes=self.graph.classes), self.analysis)
-        for known in (*self._decisions.others, item):
-            binder.add(known)
+        binder.add(item)
         if binder.faults:
             raise PlanError("\n".join(binder.faults))
-        self._decisions.others.append(item)
+        return item
 
     def _target(self, selection: Selection, source: ConstraintSource) -> Target:
         try:

@@ -13,12 +13,15 @@ from .constraint_kinds import (
     AxisConstraint,
     ChoiceConstraint,
     ChoiceDemand,
+    ChunkedLossConstraint,
     Constraint,
     Constraints,
     ConstraintSource,
     DevicesConstraint,
     PipelineConstraint,
     Range,
+    RecomputeConstraint,
+    SameSplitConstraint,
     StageCutConstraint,
     Target,
     ZeroConstraint,
@@ -38,7 +41,8 @@ class PolicyDecisions:
     axes      of the mesh, with their sizes
     choices   of ops, by their name and an axis: the last word counts
     storing   of parameters, by key
-    others    recomputation, ties, chunked losses
+    recompute  of modules, by path
+    chunks    of losses, by name
     stages    in their order
     source    where the mesh is made
     """
@@ -47,7 +51,9 @@ class PolicyDecisions:
     source: ConstraintSource
     choices: dict[tuple[str, str], tuple[ChoiceDemand, ConstraintSource]] = field(default_factory=dict)
     storing: dict[str, ZeroConstraint] = field(default_factory=dict)
-    others: list[Constraint] = field(default_factory=list)
+    recompute: dict[str, RecomputeConstraint] = field(default_factory=dict)
+    chunks: dict[str, ChunkedLossConstraint] = field(default_factory=dict)
+    ties: list[SameSplitConstraint] = field(default_factory=list)
     stages: list[PlacedStage] = field(default_factory=list)
     schedule: ScheduleDecisions = field(default_factory=ScheduleDecisions)
 
@@ -71,7 +77,9 @@ class PolicyDecisions:
         for source, demands in by_line.items():
             yield ChoiceConstraint(demands=demands, source=source)
         yield from self.storing.values()
-        yield from self.others
+        yield from self.recompute.values()
+        yield from self.chunks.values()
+        yield from self.ties
 
 
 def read_axes(axes: Mapping[str, AxisSize], source: ConstraintSource) -> dict[str, Range]:

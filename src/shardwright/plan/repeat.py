@@ -20,7 +20,7 @@ from ..rules.replica_axes import replicas
 from ..schedule import Schedule
 from .builder import PlanBuilder
 from .file import load
-from .pipeline import StagedOps, assemble, build_pipeline, check_microbatches
+from .pipeline import StagedOps, assemble, build_pipeline, check_microbatches, usual_microbatches
 from .plan import Plan
 from .policies import build_plan, dp
 from .policy_call import analysis_of_call
@@ -37,7 +37,7 @@ def repeated(unit: Unit, copies: int) -> Callable[[Graph, Cluster], Plan]:
 
     def policy(graph: Graph, cluster: Cluster) -> Plan:
         analysis = analysis_of_call(graph) or analyse(graph)
-        plan = _plan_of(unit, graph, cluster, analysis)
+        plan = _plan_of(unit, graph, cluster, analysis, copies)
         plan.check_against(graph)
         return repeat(plan, analysis, copies)
 
@@ -49,14 +49,18 @@ def _name(unit: Unit) -> str:
     return str(getattr(unit, "__qualname__", unit))
 
 
-def _plan_of(unit: Unit, graph: Graph, cluster: Cluster, analysis: Analysis) -> Plan:
+def _plan_of(unit: Unit, graph: Graph, cluster: Cluster, analysis: Analysis, copies: int) -> Plan:
     if isinstance(unit, Plan):
         return unit
     if isinstance(unit, Path) or (isinstance(unit, str) and unit.endswith(".json")):
         return load(unit, graph)
     if isinstance(unit, str):
         request = parse_plan_string(unit)
-        return build_pipeline(graph, request, analysis) if request.stages else build_plan(graph, request, analysis)
+        if not request.stages:
+            return build_plan(graph, request, analysis)
+        groups = copies * max(replicas(request.mesh_of(size)) for size in request.stages)
+        count = usual_microbatches(graph, len(request.stages), groups)
+        return build_pipeline(graph, request, analysis, microbatches=count)
     plan = unit(graph, cluster)
     if not isinstance(plan, Plan):
         raise PlanError(

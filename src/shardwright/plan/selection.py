@@ -53,7 +53,7 @@ def read_selection(graph: Graph, selection: Selection) -> Target:
 
 def _kind(graph: Graph, name: str) -> str:
     """The field of a `Target` that a name is for."""
-    if " / " in name:
+    if "/ " in name:
         return "ops"
     if LINE.fullmatch(name):
         return "lines"
