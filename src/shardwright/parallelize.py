@@ -39,7 +39,7 @@ from .options import (
 from .plan import Plan
 from .plan.constraint_kinds import Constraints, ConstraintsLike
 from .plan.constraints import read_constraints
-from .plan.request import PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_size
+from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_size
 from .plan.search_options import Progress, SearchOptions
 from .planning import (
     cluster_for,
@@ -99,7 +99,7 @@ def parallelize(
     pipeline, options = read_options(PipelineOptions, pipeline), read_options(CompileOptions, compile)
     exact, source = _exact(precision, model, optimizer), read_source(plan)
     model = unwrapped(model)
-    world, requested = start(timeout=options.timeout), read_asked(constraints, model)
+    world, requested = start(timeout=options.timeout), read_asked(constraints, model, source)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
     search = SearchOptions(
         memory=read_bytes(memory), constraints=requested, microbatches=pipeline.microbatches, local=pipeline.local,
@@ -242,7 +242,7 @@ def read_request(
     constraints: ConstraintsLike | None, search: SearchOptions,
 ) -> PlanRequest:  # fmt: skip
     """The request for a plan of a model; the memory limit and the constraints come as people write them."""
-    read = replace(search, memory=read_bytes(memory), constraints=read_asked(constraints, model))
+    read = replace(search, memory=read_bytes(memory), constraints=read_asked(constraints, model, source))
     return PlanRequest(source=source, options=read, training=training, cluster=cluster)
 
 
@@ -276,10 +276,12 @@ def captured_graph(
                        masks=MaskFacts(buffers=dict(model.named_buffers(remove_duplicate=False))))  # fmt: skip
 
 
-def read_asked(constraints: ConstraintsLike | None, model: nn.Module) -> Constraints:
+def read_asked(constraints: ConstraintsLike | None, model: nn.Module, source: PlanSource) -> Constraints:
     """Constraints on a plan for a model."""
+    searched = isinstance(source, AutoPlan) and source.within is None
     modules = model.named_modules(remove_duplicate=False)
-    return read_constraints(constraints, {path: type(module).__name__ for path, module in modules})
+    classes = {path: type(module).__name__ for path, module in modules}
+    return read_constraints(constraints, classes, axes_known=not searched)
 
 
 def read_bytes(text: str | float | None) -> float | None:

@@ -60,8 +60,13 @@ from .constraint_kinds import (
 )
 
 
-def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] | None = None) -> Constraints:
-    """Constraints from a YAML file or a list of dicts. Every fault is named at once, with the number of its entry."""
+def read_constraints(
+    source: ConstraintsLike | None, classes: Mapping[str, str] | None = None, *, axes_known: bool = False
+) -> Constraints:
+    """Constraints from a YAML file or a list of dicts. Every fault is named at once, with the number of its entry.
+
+    `axes_known`: something beside them says which axes there are.
+    """
     if source is None:
         return Constraints(classes=classes or {})
     entries, where = (source, "constraints, ")
@@ -72,7 +77,7 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
     reader = _Reader()
     items = [reader.entry(entry, f"{where}entry {number}") for number, entry in enumerate(entries, 1)]
     constraints = tuple(item for item in items if item is not None)
-    reader.faults += _unknown_axes(constraints)
+    reader.faults += () if axes_known else _unknown_axes(constraints)
     raise_all(PlanError, "the constraints make no sense:", reader.faults)
     return Constraints(items=constraints, classes=classes or {})
 
