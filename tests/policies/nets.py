@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class Feed(nn.Module):
     """A residual MLP, gated or not."""
 
-    def __init__(self, width: int, hidden: int, gated: bool) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * hidden if gated else hidden)
         self.down = nn.Linear(hidden, width, bias=not gated)
@@ -26,7 +27,7 @@ class Feed(nn.Module):
             hidden = F.silu(gate) * value
         else:
             hidden = F.gelu(hidden)
-        return x + self.down(hidden)
+        return x + self.drop(self.down(hidden))
 
 
 class Attend(nn.Module):
@@ -76,7 +77,7 @@ class RandomNet(nn.Module):
     def _block(self, draw: random.Random) -> nn.Module:
         kind = draw.choice(("feed", "feed", "attend", "attend", "mix"))
         if kind == "feed":
-            return Feed(self.width, draw.choice((6, 8, 16)), draw.random() < 0.4)
+            return Feed(self.width, draw.choice((6, 8, 16)), draw.random() < 0.4, draw.choice((0.0, 0.0, 0.2)))
         if kind == "attend":
             return Attend(self.width, draw.choice((2, 4)), draw.random() < 0.5)
         return Mix(self.places)

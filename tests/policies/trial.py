@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import shardwright as sw
 from shardwright.errors import ShardwrightError
 from shardwright.ir import Graph
 from shardwright.parallelize import captured_graph
-from shardwright.plan import Plan
-from shardwright.policy import PolicyBuilder
+from shardwright.policy import PolicyBuilder, repeated
 from shardwright.rules import analyse
 
 from .nets import random_case
@@ -34,12 +34,13 @@ class Outcome:
 
     seed: int
     verbs: tuple[Verb, ...]
+    ending: str
     refused: str = ""
     fault: str = ""
 
     def __str__(self) -> str:
         calls = "\n".join(f"    {name}{args}{kwargs}" for name, args, kwargs in self.verbs)
-        return f"seed {self.seed}: {self.fault or self.refused or 'the same'}\n{calls}"
+        return f"seed {self.seed}, {self.ending}: {self.fault or self.refused or 'the same'}\n{calls}"
 
 
 class PolicyDraw:
@@ -71,6 +72,9 @@ class PolicyDraw:
                 draw.choice([self._recompute, self._chunk])()
         if self.staged or draw.random() < 0.3:
             self._schedule()
+        self.ending = draw.choice(["build"] * 8 + ["search"] + ["repeat"])
+        if self.ending == "repeat":
+            self.world *= 2
         return tuple(self.verbs)
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -122,9 +126,9 @@ class PolicyDraw:
             draw.shuffle(devices)
         groups = [devices[at * per_stage : (at + 1) * per_stage] for at in range(count)]
         stages = list(range(count)) * (2 if draw.random() < 0.3 and len(self.blocks) >= 2 * count else 1)
-        bounds = sorted(draw.sample(range(1, len(self.blocks)), len(stages) - 1)) if len(stages) <= len(self.blocks) else []
-        edges = [0, *bounds, len(self.blocks)]
-        for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        most = min(len(stages), len(self.blocks))
+        edges = [0, *sorted(draw.sample(range(1, len(self.blocks)), most - 1)), len(self.blocks)]
+        for number, (start, end) in enumerate(pairwise(edges)):
             names = [f"blocks.{name}" for name in self.blocks[start:end]]
             self.add("place", names, groups[stages[number % len(stages)]])
         self.stages = len(edges) - 1
@@ -133,25 +137,26 @@ class PolicyDraw:
         draw = self.draw
         count = draw.choice([1, 2, 2, 4, 8])
         stages = getattr(self, "stages", 1)
-        kind = draw.choice([None, None, "1f1b", "gpipe", "zb", "eager", "interleaved"])
+        kind = draw.choice([None, None, "1f1b", "gpipe", "zb", "eager", *(["interleaved"] if stages > 2 else [])])
         self.add("schedule", kind, microbatches=count)
-        for _ in range(draw.choice([0, 0, 1, 3])):
-            stage = draw.randrange(stages)
-            steps = [f"{draw.choice('FB')}{stage}.{draw.randrange(count)}" for _ in range(2)]
-            self.add("order", *steps)
+        for _ in range(draw.choice([0, 0, 1, 2]) if count > 1 else 0):
+            stage, (early, late) = draw.randrange(stages), sorted(draw.sample(range(count), 2))
+            pairs = [("F", "F", early, late), ("F", "B", late, early), ("B", "F", early, late), ("B", "B", late, early)]
+            a, b, first, second = draw.choice(pairs)
+            self.add("order", f"{a}{stage}.{first}", f"{b}{stage}.{second}")
 
 
-def policy_of(verbs: tuple[Verb, ...]) -> Callable[[Graph, Any], Plan]:
-    """The policy that calls these verbs."""
+def policy_of(verbs: tuple[Verb, ...], ending: str) -> Callable[[Graph, Any], Any]:
+    """The policy that calls these verbs, and builds the plan, leaves the rest to a search, or repeats it."""
 
-    def policy(graph: Graph, cluster: Any) -> Plan:
+    def policy(graph: Graph, cluster: Any) -> Any:
         (_, _, axes), *others = verbs
         plan = PolicyBuilder(graph, cluster, **axes)
         for name, args, kwargs in others:
             getattr(plan, name)(*args, **kwargs)
-        return plan.build()
+        return plan if ending == "search" else plan.build()
 
-    return policy
+    return repeated(policy, 2) if ending == "repeat" else policy
 
 
 GRAPHS: dict[int, Graph] = {}
@@ -168,11 +173,11 @@ def try_policy(seed: int, method: str = "threads") -> Outcome:
     verbs = drawing.run()
     try:
         report = sw.verify(
-            model, policy_of(verbs), example=example, size=drawing.world, steps=1, method=method,
+            model, policy_of(verbs, drawing.ending), example=example, size=drawing.world, steps=1, method=method,
             compile={"timeout": 60.0},
         )  # fmt: skip
     except ShardwrightError as error:
-        return Outcome(seed=seed, verbs=verbs, refused=f"{type(error).__name__}: {error}")
+        return Outcome(seed=seed, verbs=verbs, ending=drawing.ending, refused=f"{type(error).__name__}: {error}")
     except Exception as error:
-        return Outcome(seed=seed, verbs=verbs, fault=f"{type(error).__name__}: {error}")
-    return Outcome(seed=seed, verbs=verbs, fault="" if report.passed else str(report))
+        return Outcome(seed=seed, verbs=verbs, ending=drawing.ending, fault=f"{type(error).__name__}: {error}")
+    return Outcome(seed=seed, verbs=verbs, ending=drawing.ending, fault="" if report.passed else str(report))

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from ..errors import PlanError, raise_all
 from ..ir import Op
 from ..ir.paths import is_inside
-from ..layout import Axis
-from ..rules import Analysis, Role
+from ..layout import MB, Axis, Mesh
+from ..rules import Analysis, Choices, Role, without_stripes
 from ..storage import SHARDED_KINDS
 from .builder import PlanBuilder
 from .constraint_kinds import ChoiceDemand
@@ -102,23 +102,46 @@ def _is_read_so(builder: PlanBuilder, op: Op, axis: Axis, role: Role) -> bool:
     return any(other is not None and other.atom == role.atom for other in roles)
 
 
-def follow(builder: PlanBuilder, axis: Axis, names: Collection[str] | None = None) -> None:
-    """Ops that are open take the shards that they read, if all that they read sharded is sharded on one atom."""
-    for op in builder.ops:
-        if not builder.is_open(op, axis) or (names is not None and op.name not in names):
+def follow(builder: PlanBuilder, axis: Axis, limits: Limits, names: Collection[str] | None = None) -> None:
+    """Ops that are open take the shards that they read, if all that they read sharded is sharded on one atom.
+
+    Of ops that are tied, the first one decides: the others do the same, or none does.
+    """
+    inside = [op for op in builder.ops if names is None or op.name in names]
+    groups = _groups(limits, inside)
+    for op in inside:
+        if not builder.is_open(op, axis):
             continue
         atoms = {atom for name in op.inputs if (atom := _sharded_on(builder, name, axis)) is not None}
-        if len(atoms) != 1:
-            continue
-        role = builder.role_among(op, axis, atoms)
-        left = 0 if role is None else builder.left_of(op, axis, role.atom)
-        if role is None or not role.fills(axis.size) or left % axis.size:
-            continue
-        try:
-            builder.signature(op).layouts({**builder.choices.get(op.name, {}), axis.name: role.name}, builder.mesh)
-        except PlanError:
-            continue  # the sizes do not divide over several axes: it stays replicated
-        builder.split(op, axis, role)
+        role = builder.role_among(op, axis, atoms) if len(atoms) == 1 else None
+        tied = groups.get(limits.together.get(op.name, ""), [op])
+        if role is not None and all(_can_take(builder, other, axis, role.name) for other in tied):
+            for other in tied:
+                builder.split(other, axis, builder.signature(other).role(role.name))
+        elif len(tied) > 1:
+            for other in tied:
+                builder.replicate(other, axis)
+
+
+def _can_take(builder: PlanBuilder, op: Op, axis: Axis, pick: str) -> bool:
+    """Whether an op can be split on a role in even parts, beside what other axes do."""
+    role = builder.signature(op).picked(pick)
+    if role is None or not role.fills(axis.size) or builder.left_of(op, axis, role.atom) % axis.size:
+        return False
+    try:
+        builder.signature(op).layouts({**builder.choices.get(op.name, {}), axis.name: role.name}, builder.mesh)
+    except PlanError:
+        return False  # the sizes do not divide over several axes
+    return True
+
+
+def _groups(limits: Limits, ops: Sequence[Op]) -> dict[str, list[Op]]:
+    """The ops that are tied together."""
+    groups: dict[str, list[Op]] = {}
+    for op in ops:
+        if op.name in limits.together:
+            groups.setdefault(limits.together[op.name], []).append(op)
+    return groups
 
 
 def _sharded_on(builder: PlanBuilder, value: str, axis: Axis) -> int | None:
@@ -132,11 +155,7 @@ def _sharded_on(builder: PlanBuilder, value: str, axis: Axis) -> int | None:
 
 def _tie(builder: PlanBuilder, limits: Limits, ops: Sequence[Op]) -> None:
     """What is decided for one op of a group holds for all."""
-    groups: dict[str, list[Op]] = {}
-    for op in ops:
-        if op.name in limits.together:
-            groups.setdefault(limits.together[op.name], []).append(op)
-    for group in groups.values():
+    for group in _groups(limits, ops).values():
         for axis in builder.mesh.axes:
             decided = [op for op in group if not builder.is_open(op, axis)]
             if not decided:
@@ -156,7 +175,7 @@ def _choose_alike(builder: PlanBuilder, op: Op, axis: Axis, other: Op) -> None:
 
 def _store(builder: PlanBuilder, limits: Limits, ops: Sequence[Op]) -> None:
     """Bring the storage of parameters within their limits."""
-    read = {name for op in ops for name in op.inputs}
+    read, names = {name for op in ops for name in op.inputs}, {op.name for op in ops}
     for parameter in builder.graph.parameters:
         limit = limits.storing.get(parameter.key)
         if limit is None or parameter.value not in read:
@@ -165,7 +184,9 @@ def _store(builder: PlanBuilder, limits: Limits, ops: Sequence[Op]) -> None:
         level = max((_level(symbol) for symbol in stored.values()), default=0)
         wanted = min(max(level, limit.level.least), int(min(limit.level.most, len(SHARDED_KINDS))))
         kinds = [kind for kind in SHARDED_KINDS if len(kind.sharded()) == wanted]
-        axes = [limit.on] if limit.on is not None else list(stored) or _copies(builder)
+        every = {name: choice for name, choice in builder.choices.items() if name in names}
+        copies = batch_axes(builder.analysis, every, builder.mesh)
+        axes = [limit.on] if limit.on is not None else list(stored) or copies
         if wanted == level and (limit.on is None or list(stored) == axes):
             continue
         if not parameter.trainable and kinds and not kinds[0].shards_parameter:
@@ -177,15 +198,15 @@ def _level(symbol: int | str) -> int:
     return next(len(kind.sharded()) for kind in SHARDED_KINDS if kind.symbol == symbol)
 
 
-def _copies(builder: PlanBuilder) -> list[str]:
-    """The axes along which the batch is split, so that gradients are summed over them."""
-    batch = builder.analysis.batch
-    split_axes = []
-    for axis in builder.mesh.axes:
-        roles = [builder.role_on(op, axis) for op in builder.ops]
-        if any(role is not None and role.atom in batch for role in roles):
-            split_axes.append(axis.name)
-    return split_axes
+def batch_axes(analysis: Analysis, choices: Choices, mesh: Mesh) -> list[str]:
+    """The axes along which the batch is split, so that gradients are summed over them; not the one in time."""
+    split_on: dict[str, None] = {}
+    for name, choice in choices.items():
+        for axis, pick in choice.items():
+            role = analysis.signatures[name].picked(pick)
+            if role is not None and role.atom in analysis.batch and axis != MB:
+                split_on[axis] = None
+    return [axis for axis in mesh.names if axis in split_on]
 
 
 def _recompute(builder: PlanBuilder, limits: Limits) -> None:
@@ -200,7 +221,7 @@ def _recompute(builder: PlanBuilder, limits: Limits) -> None:
 def check_decided(analysis: Analysis, stages: Sequence[PlanStage], limits: Limits) -> None:
     """Refuse a plan in which a demand is not met, or ops are not split together that have to be."""
     faults: list[str] = []
-    groups: dict[str, tuple[str, Mapping[str, str]]] = {}
+    groups: dict[str, tuple[str, dict[str, str]]] = {}
     for stage in stages:
         names = stage.mesh.names
         for name, choice in stage.choices.items():
@@ -208,8 +229,9 @@ def check_decided(analysis: Analysis, stages: Sequence[PlanStage], limits: Limit
                 if not demand.is_met(choice, names):
                     faults.append(f"{because(limits, name)}: {name} is {_shown(choice)} in the plan")
             if name in limits.together:
-                first, other = groups.setdefault(limits.together[name], (name, choice))
-                if dict(other) != dict(choice):
+                own = _splits(analysis, name, choice)
+                first, other = groups.setdefault(limits.together[name], (name, own))
+                if other != own:
                     faults.append(f"{name} is {_shown(choice)}, and {first}, tied to it, is {_shown(other)}")
     never = {op.name for op in limits.never}
     for path in (path for stage in stages for path in stage.recompute):
@@ -218,8 +240,14 @@ def check_decided(analysis: Analysis, stages: Sequence[PlanStage], limits: Limit
     raise_all(PlanError, "the plan does not keep to what is asked for:", list(dict.fromkeys(faults)))
 
 
+def _splits(analysis: Analysis, name: str, choice: Mapping[str, str]) -> dict[str, str]:
+    """What an op is split on along each axis of devices."""
+    roles = {axis: analysis.signatures[name].picked(without_stripes(pick)) for axis, pick in choice.items()}
+    return {axis: role.name for axis, role in roles.items() if role is not None and axis != MB}
+
+
 def _shown(choice: Mapping[str, str]) -> str:
     return ", ".join(f"{axis}: {pick}" for axis, pick in choice.items()) or "replicated"
 
 
-__all__ = ["check_decided", "decide", "follow", "split"]
+__all__ = ["batch_axes", "check_decided", "decide", "follow", "split"]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError, ScheduleError, raise_all
-from ..layout import Axis, Mesh
+from ..layout import REPLICATE, Axis, Mesh
 from ..rules import Analysis
 from ..rules.replica_axes import replicas
 from ..schedule import UNIT, USUAL, Schedule, Step, check, greedy, reordered, schedule_kind, spread
@@ -80,13 +80,13 @@ def build_flat(analysis: Analysis, mesh: Mesh, limits: Limits) -> Plan:
     _decide_all(builder, limits)
     plan = builder.finish("")
     check_decided(analysis, plan.stages, limits)
-    return plan
+    return with_storage_notes(plan, analysis, limits)
 
 
 def _decide_all(builder: PlanBuilder, limits: Limits, names: Collection[str] | None = None) -> None:
     decide(builder, limits, names)
     for axis in builder.mesh.axes:
-        follow(builder, axis, names)
+        follow(builder, axis, limits, names)
 
 
 def build_stages(
@@ -115,7 +115,23 @@ def build_stages(
     except PlanError as error:
         raise _with_sources(error, schedule.sources if "microbatches" in str(error) else ()) from None
     check_decided(analysis, plan.stages, limits)
-    return plan
+    return with_storage_notes(plan, analysis, limits)
+
+
+def with_storage_notes(plan: Plan, analysis: Analysis, limits: Limits) -> Plan:
+    """A plan that says which parameters have nothing to shard along the axis that they are to be stored over."""
+    choices, notes = plan.choices(analysis.graph.entry), list(plan.notes)
+    meshes = {name: stage.mesh for stage in plan.stages for name in stage.choices}
+    for parameter in analysis.graph.parameters:
+        axis = limits.storing[parameter.key].on if parameter.key in limits.storing else None
+        placements = [
+            analysis.signatures[op.name].layouts(choices.get(op.name, {}), meshes[op.name])[0][at].placement(axis)
+            for op, at in analysis.graph.users[parameter.value]
+            if axis is not None and op.name in meshes and axis in meshes[op.name].names
+        ]
+        if axis is not None and parameter.trainable and REPLICATE not in placements:
+            notes.append(f"{parameter.key} is not stored over {axis}: its gradient is not summed over that axis")
+    return replace(plan, notes=tuple(notes))
 
 
 def _with_sources(error: PlanError, sources: Sequence[ConstraintSource]) -> PlanError:

@@ -8,7 +8,7 @@ from ..cluster import Cluster
 from ..errors import PlanError, raise_all
 from ..ir.paths import is_inside
 from ..rules import Analysis, Choices
-from .by_hand import check_decided
+from .by_hand import batch_axes, check_decided
 from .constraint_kinds import AxisConstraint
 from .limits import Limits
 from .plan import Plan
@@ -66,20 +66,18 @@ def _other_splits(analysis: Analysis, choices: Choices, demand: AxisConstraint) 
 
 
 def _storage(plan: Plan, analysis: Analysis, limits: Limits) -> Iterator[str]:
+    stages = plan.entries[analysis.graph.entry]
+    copies = [axis for stage in stages for axis in batch_axes(analysis, stage.choices, stage.mesh)]
     for parameter in analysis.graph.parameters:
         limit, stored = limits.storing.get(parameter.key), plan.storage.get(parameter.key)
         if limit is None:
             continue
         level = 0 if stored is None else len(stored.sharded())
         axes = () if stored is None else stored.axes
-        if level > limit.level.most or (parameter.trainable and level < limit.level.least and _has_copies(plan)):
+        if level > limit.level.most or (parameter.trainable and level < limit.level.least and copies):
             yield f"{parameter.key} is stored with ZeRO-{level}, and {limit.level} is asked for"
         elif level and limit.on is not None and axes != (limit.on,):
             yield f"{parameter.key} is sharded over {', '.join(axes)}, and {limit.on} is asked for"
-
-
-def _has_copies(plan: Plan) -> bool:
-    return any(mesh.axes for mesh in (stage.mesh for stage in plan.stages))
 
 
 def _pipeline(plan: Plan, limits: Limits) -> Iterator[str]:

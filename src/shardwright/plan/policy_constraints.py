@@ -141,4 +141,10 @@ def _cuts(decisions: PolicyDecisions, analysis: Analysis) -> Iterator[Constraint
         first = line.ops[numbers.index(number)]
         yield StageCutConstraint(target=Target(ops=(first.name,)), before=True, source=stage.source)
     devices = tuple(stage.mesh.devices for stage in stages)
+    order = [device for own in dict.fromkeys(devices) for device in own]
+    if order != sorted(order):
+        raise PlanError(
+            f"{stages[-1].source}: the search lays stages out in the order of the devices, and here it is "
+            f"{', '.join(map(str, order))}; return build(), or place them in that order"
+        )
     yield DevicesConstraint(devices=devices, source=stages[-1].source)

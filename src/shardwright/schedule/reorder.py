@@ -40,6 +40,8 @@ def reordered(schedule: Schedule, pairs: Sequence[StepPair], edges: Edges, name:
 
 
 def _check_pair(schedule: Schedule, every: Container[Step], first: Step, second: Step) -> None:
+    if first == second:
+        raise ScheduleError(f"{first} can't run before itself; name two steps")
     for step in (first, second):
         if step not in every:
             raise ScheduleError(f"there is no step {step} in {schedule}")
