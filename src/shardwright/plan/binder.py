@@ -299,11 +299,11 @@ class Binder:
             self.faults.append(f"{item.source}: no parameter of the model is meant")
         for parameter in parameters:
             old = self.storing.get(parameter.key, StorageLimit())
-            level, on = item.level.within(old.level), item.on or old.on
-            if level.least > level.most or (old.on is not None and on != old.on):
-                self.faults.append(f"{item.source}: another entry asks for ZeRO {old.level} of {parameter.key}"
+            zero, on = item.zero.within(old.zero), item.on or old.on
+            if zero.least > zero.most or (old.on is not None and on != old.on):
+                self.faults.append(f"{item.source}: another entry asks for ZeRO {old.zero} of {parameter.key}"
                                    f"{f' on {old.on}' if old.on else ''}; leave one of them out")  # fmt: skip
-            self.storing[parameter.key] = StorageLimit(level, on)
+            self.storing[parameter.key] = StorageLimit(zero, on)
 
     def keys_of(self, item: ZeroConstraint) -> list[str]:
         """The parameters that are meant."""

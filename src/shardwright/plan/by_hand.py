@@ -17,7 +17,7 @@ from ..ir import Op
 from ..ir.paths import is_inside
 from ..layout import MB, Axis, Mesh
 from ..rules import Analysis, Choices, Role, without_stripes
-from ..storage import SHARDED_KINDS
+from ..storage import of_zero, sharded_tensors
 from .builder import PlanBuilder
 from .constraint_kinds import ChoiceDemand
 from .limits import RUN_WHOLE, Limits
@@ -181,21 +181,16 @@ def _store(builder: PlanBuilder, limits: Limits, ops: Sequence[Op]) -> None:
         if limit is None or parameter.value not in read:
             continue
         stored = builder.storage.get(parameter.key, {})
-        level = max((_level(symbol) for symbol in stored.values()), default=0)
-        wanted = min(max(level, limit.level.least), int(min(limit.level.most, len(SHARDED_KINDS))))
-        kinds = [kind for kind in SHARDED_KINDS if len(kind.sharded()) == wanted]
+        sharded = sharded_tensors(stored)
+        kind = of_zero(int(min(max(sharded, limit.zero.least), limit.zero.most)))
         every = {name: choice for name, choice in builder.choices.items() if name in names}
         copies = batch_axes(builder.analysis, every, builder.mesh)
         axes = [limit.on] if limit.on is not None else list(stored) or copies
-        if wanted == level and (limit.on is None or list(stored) == axes):
+        if len(kind.sharded()) == sharded and (limit.on is None or list(stored) == axes):
             continue
-        if not parameter.trainable and kinds and not kinds[0].shards_parameter:
+        if not parameter.trainable and kind.sharded() and not kind.shards_parameter:
             continue  # it has neither gradient nor optimizer state
-        builder.storage[parameter.key] = dict.fromkeys(axes, kinds[0].symbol) if kinds else {}
-
-
-def _level(symbol: int | str) -> int:
-    return next(len(kind.sharded()) for kind in SHARDED_KINDS if kind.symbol == symbol)
+        builder.storage[parameter.key] = kind(tuple(axes)).written() if kind.sharded() else {}
 
 
 def batch_axes(analysis: Analysis, choices: Choices, mesh: Mesh) -> list[str]:

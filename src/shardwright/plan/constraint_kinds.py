@@ -203,7 +203,7 @@ class ZeroConstraint:
     """
 
     target: Target
-    level: Range
+    zero: Range
     on: str | None = None
     source: ConstraintSource
 

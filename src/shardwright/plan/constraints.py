@@ -207,7 +207,7 @@ class _Reader:
         else:
             self._is_one_of(data, "zero", list(range(most + 1)), source)
             level = Range(0, data["zero"] if isinstance(data["zero"], int) else 0)
-        return ZeroConstraint(target=self._target(data, source), level=level, on=self._on(data, source), source=source)
+        return ZeroConstraint(target=self._target(data, source), zero=level, on=self._on(data, source), source=source)
 
     def _range(
         self, data: Mapping[str, Any], key: str, ends: tuple[int, int], what: str, source: ConstraintSource

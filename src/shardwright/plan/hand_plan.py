@@ -23,7 +23,7 @@ from .stages import OpSequence, split_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedStage:
+class StagePlacement:
     """Ops that a policy has placed on the devices of a mesh, and where it says so."""
 
     names: tuple[str, ...]
@@ -90,7 +90,7 @@ def _decide_all(builder: PlanBuilder, limits: Limits, names: Collection[str] | N
 
 
 def build_stages(
-    analysis: Analysis, placed: Sequence[PlacedStage], mesh: Mesh, schedule: ScheduleDecisions, limits: Limits
+    analysis: Analysis, placed: Sequence[StagePlacement], mesh: Mesh, schedule: ScheduleDecisions, limits: Limits
 ) -> Plan:
     """The plan of stages that a policy has placed; without any there is one, on the mesh of the plan."""
     line = OpSequence(analysis)
@@ -138,7 +138,7 @@ def _with_sources(error: PlanError, sources: Sequence[ConstraintSource]) -> Plan
     return PlanError(f"{'; '.join(map(str, sources))}: {error}") if sources else error
 
 
-def parts_of(line: OpSequence, placed: Sequence[PlacedStage]) -> tuple[tuple[str, ...], ...]:
+def parts_of(line: OpSequence, placed: Sequence[StagePlacement]) -> tuple[tuple[str, ...], ...]:
     """All ops by stage: those that are placed where they are placed, others with what they read."""
     known: dict[str, int] = {}
     for number, stage in enumerate(placed):
@@ -152,7 +152,7 @@ def parts_of(line: OpSequence, placed: Sequence[PlacedStage]) -> tuple[tuple[str
 
 
 def _misplaced(
-    line: OpSequence, parts: Sequence[Sequence[str]], known: dict[str, int], placed: Sequence[PlacedStage]
+    line: OpSequence, parts: Sequence[Sequence[str]], known: dict[str, int], placed: Sequence[StagePlacement]
 ) -> Iterator[str]:
     stage_of = {name: number for number, part in enumerate(parts) for name in part}
     for op in line.ops:
@@ -172,10 +172,10 @@ def _misplaced(
             regions[op.region] = stage_of[op.name]
 
 
-def _check_devices(placed: Sequence[PlacedStage]) -> None:
+def _check_devices(placed: Sequence[StagePlacement]) -> None:
     """Stages share all of their devices, in one mesh, or none."""
     faults: list[str] = []
-    meshes: dict[int, PlacedStage] = {}
+    meshes: dict[int, StagePlacement] = {}
     for stage in placed:
         others = {meshes[device].mesh: meshes[device] for device in stage.mesh.devices if device in meshes}
         for mesh, other in others.items():
@@ -253,4 +253,4 @@ def _base(
     return replace(schedule, name=kind.name)
 
 
-__all__ = ["PlacedStage", "ScheduleDecisions", "build_flat", "build_stages", "parts_of"]
+__all__ = ["ScheduleDecisions", "StagePlacement", "build_flat", "build_stages", "parts_of"]

@@ -72,11 +72,11 @@ def _storage(plan: Plan, analysis: Analysis, limits: Limits) -> Iterator[str]:
         limit, stored = limits.storing.get(parameter.key), plan.storage.get(parameter.key)
         if limit is None:
             continue
-        level = 0 if stored is None else len(stored.sharded())
+        sharded = 0 if stored is None else len(stored.sharded())
         axes = () if stored is None else stored.axes
-        if level > limit.level.most or (parameter.trainable and level < limit.level.least and copies):
-            yield f"{parameter.key} is stored with ZeRO-{level}, and {limit.level} is asked for"
-        elif level and limit.on is not None and axes != (limit.on,):
+        if sharded > limit.zero.most or (parameter.trainable and sharded < limit.zero.least and copies):
+            yield f"{parameter.key} is stored with ZeRO-{sharded}, and {limit.zero} is asked for"
+        elif sharded and limit.on is not None and axes != (limit.on,):
             yield f"{parameter.key} is sharded over {', '.join(axes)}, and {limit.on} is asked for"
 
 

@@ -24,7 +24,7 @@ ANY_LEVEL = Range()
 class StorageLimit:
     """How a parameter may be stored: the ZeRO levels, and the axis along which it has to be sharded, if any."""
 
-    level: Range = ANY_LEVEL
+    zero: Range = ANY_LEVEL
     on: str | None = None
 
     def allowed(self, options: Sequence[Storage], trainable: bool) -> tuple[Storage, ...]:
@@ -33,10 +33,10 @@ class StorageLimit:
         At least a level is asked of copies that can be sharded so: where there are none, what is there may stay.
         """
         axes = () if self.on is None else (self.on,)
-        fit = [o for o in options if len(o.sharded()) in self.level and (not o.axes or not axes or o.axes == axes)]
+        fit = [o for o in options if len(o.sharded()) in self.zero and (not o.axes or not axes or o.axes == axes)]
         if fit or (self.on is not None and trainable):
             return tuple(fit)
-        possible = [o for o in options if len(o.sharded()) >= self.level.least]
+        possible = [o for o in options if len(o.sharded()) >= self.zero.least]
         return () if possible else tuple(options[:1])
 
 

@@ -32,7 +32,7 @@ from ..layout import Axis, Mesh
 from ..ops.chunked_losses import LOSSES
 from ..rules import analyse
 from ..schedule import Step, schedule_kind
-from ..storage import SHARDED_KINDS
+from ..storage import SHARDED_TENSORS
 from .binder import Binder
 from .constraint_kinds import (
     ChoiceDemand,
@@ -45,7 +45,7 @@ from .constraint_kinds import (
     Target,
     ZeroConstraint,
 )
-from .hand_plan import PlacedStage, build_flat, build_stages
+from .hand_plan import StagePlacement, build_flat, build_stages
 from .limits import RUN_WHOLE, Limits
 from .plan import Plan
 from .policy_call import analysis_of_call, calling_line
@@ -114,20 +114,20 @@ class PolicyBuilder:
         item = SameSplitConstraint(target=self._target(target, source), source=source)
         self._decisions.ties.append(self._fitting(item))
 
-    def store(self, target: Selection = "", kind: str = "zero3", *, over: str | None = None) -> None:
+    def store(self, target: Selection, kind: str, *, over: str | None = None) -> None:
         """How the parameters of modules, or those of some keys, are stored.
 
         kind     "zero1", "zero2" or "zero3" over an axis, or "replicated"
         """
         source = calling_line("store", (target, kind), {"over": over})
-        levels = {"replicated": 0} | {known.name: len(known.sharded()) for known in SHARDED_KINDS}
-        if kind not in levels:
-            _refuse(source, f"{kind!r} is no kind of parameter storage; there are {', '.join(levels)}")
-        axis = self._axis(over, source) if levels[kind] else None
+        if kind not in SHARDED_TENSORS:
+            _refuse(source, f"{kind!r} is no kind of parameter storage; there are {', '.join(SHARDED_TENSORS)}")
+        number = SHARDED_TENSORS[kind]
+        axis = self._axis(over, source) if number else None
         if axis in self._decisions.single:
             return
-        level = Range(levels[kind], levels[kind])
-        item = ZeroConstraint(target=self._target(target, source), level=level, on=axis, source=source)
+        zero = Range(number, number)
+        item = ZeroConstraint(target=self._target(target, source), zero=zero, on=axis, source=source)
         for key in self._binder.keys_of(item) or _refuse(source, "no parameter of the model is meant"):
             self._decisions.storing[key] = replace(item, target=Target(parameters=(key,)))
 
@@ -166,7 +166,7 @@ class PolicyBuilder:
         except LayoutError as error:
             _refuse(source, f"{error}; say what mesh the stage has: place(.., {len(own)} devices, tp={len(own)})")
         names = tuple(op.name for op in self._ops(self._target(target, source), source))
-        self._decisions.stages.append(PlacedStage(names=names, mesh=mesh, source=source))
+        self._decisions.stages.append(StagePlacement(names=names, mesh=mesh, source=source))
         return len(self._decisions.stages) - 1
 
     def schedule(self, steps: str | Sequence[str] | None = None, *, microbatches: int | None = None) -> None:

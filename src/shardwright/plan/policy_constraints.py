@@ -27,7 +27,7 @@ from .constraint_kinds import (
     ZeroConstraint,
 )
 from .constraints import AXIS
-from .hand_plan import PlacedStage, ScheduleDecisions, parts_of
+from .hand_plan import ScheduleDecisions, StagePlacement, parts_of
 from .stages import OpSequence
 
 AxisSize = int | tuple[int, int] | None
@@ -54,7 +54,7 @@ class PolicyDecisions:
     recompute: dict[str, RecomputeConstraint] = field(default_factory=dict)
     chunks: dict[str, ChunkedLossConstraint] = field(default_factory=dict)
     ties: list[SameSplitConstraint] = field(default_factory=list)
-    stages: list[PlacedStage] = field(default_factory=list)
+    stages: list[StagePlacement] = field(default_factory=list)
     schedule: ScheduleDecisions = field(default_factory=ScheduleDecisions)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..errors import PlanError
 from ..rules.replica_axes import REPLICAS
-from ..storage import SHARDED_KINDS
+from ..storage import SHARDED_TENSORS
 from .constraint_kinds import (
     AxisConstraint,
     ChunkedLossConstraint,
@@ -20,8 +20,6 @@ from .constraint_kinds import (
     ZeroConstraint,
 )
 from .strings import SHARDED, PolicyRequest
-
-LEVELS = {kind.name: len(kind.sharded()) for kind in SHARDED_KINDS}
 
 
 def string_constraints(request: PolicyRequest, text: str) -> Iterator[Constraint]:
@@ -38,8 +36,8 @@ def string_constraints(request: PolicyRequest, text: str) -> Iterator[Constraint
         size = Range(axis.size, axis.size)
         yield AxisConstraint(name=axis.name, size=size, data=policy in REPLICAS, source=source)
         if policy in SHARDED:
-            level = Range(LEVELS[policy], LEVELS[policy])
-            yield ZeroConstraint(target=Target(), level=level, on=axis.name, source=source)
+            zero = Range(SHARDED_TENSORS[policy], SHARDED_TENSORS[policy])
+            yield ZeroConstraint(target=Target(), zero=zero, on=axis.name, source=source)
     if request.stages:
         count = Range(len(request.stages), len(request.stages))
         yield PipelineConstraint(what="stages", value=count, source=source)

@@ -73,6 +73,9 @@ def check_pipeline_request(search: PipelineSearch) -> None:
     request, blocks, setup = search.setup.request, search.blocks, search.setup
     graph = setup.analysis.graph
     least = len(blocks.pivots) + 1
+    placed = {device for devices in setup.limits.devices for device in devices}
+    if placed and len(placed) != setup.size:
+        raise PlanError(f"stages are placed on {len(placed)} devices, and there are {setup.size}; place some on each")
     stages = request.stages
     if stages is not None and stages.least > setup.size:
         raise PlanError(
