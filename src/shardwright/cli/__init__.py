@@ -43,7 +43,7 @@ from ..ir import Graph
 from ..options import CompileOptions, Outputs, PipelineOptions
 from ..parallelize import captured_graph, cluster_size, planned, read_request
 from ..plan import Plan
-from ..plan.request import AutoPlan, PlanRequest, is_policy, read_source
+from ..plan.request import AutoPlan, PlanRequest, is_policy, read_source, source_size
 from ..plan.search_options import SearchOptions
 from ..planning import cluster_for, training_of
 from ..precision import NAMED, read_precision
@@ -161,9 +161,9 @@ def _verify_parser() -> ArgumentParser:
 def _model_arguments(parser: ArgumentParser, plan: str | None = "auto") -> None:
     parser.add_argument("model", help=MODEL)
     usual = "" if plan else "; default: dp=2, tp=2, zero3=2 and pp=2, one after the other"
-    text = f'"dp=2,tp=2", the path of a plan file, or "auto"{usual}'
+    text = f'"dp=2,tp=2", the path of a plan file, a policy (mine.py:policy), "auto", or "auto,tp=2"{usual}'
     parser.add_argument("--plan", type=str if plan else str | None, default=plan, help=text)
-    parser.add_argument("--devices", type=int, help="number of devices for --plan auto; other plans fix it")
+    parser.add_argument("--devices", type=int, help="number of devices for --plan auto and for policies; other plans fix it")
     parser.add_argument("--microbatches", type=int, help="number of microbatches; default: chosen by the plan")
     parser.add_argument(
         "--opaque",
@@ -284,7 +284,8 @@ def run_compile(options: Namespace, console: Console) -> int:
 
 def run_verify(options: Namespace, console: Console) -> int:
     module, example = load_model(options.model, options.batch, options.seq)
-    size = options.devices if options.plan in ("auto", None) else None
+    open_size = options.plan is None or source_size(read_source(options.plan)) is None
+    size = options.devices if open_size else None
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.trace and options.precision is not None:
         raise InputError("--trace compares ops in float64 or float32; leave out --precision")
