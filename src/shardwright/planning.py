@@ -134,7 +134,9 @@ def call_policy(policy: PolicyFunction, analysis: Analysis, cluster: Cluster) ->
     except ShardwrightError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+        last = (own or frames)[-1]
         where = f"{Path(last.filename).name}:{last.lineno}"
         raise PlanError(f"the policy {name} failed at {where}: {type(error).__name__}: {error}") from error
     if not isinstance(written, Plan | PolicyBuilder):
@@ -142,7 +144,7 @@ def call_policy(policy: PolicyFunction, analysis: Analysis, cluster: Cluster) ->
             f"the policy {name} returned a {type(written).__name__}; return builder.build(), or the builder, for a "
             "search for what is left open"
         )
-    if isinstance(written, Plan) and written.policy == POLICY:
+    if isinstance(written, Plan) and written.policy in ("", POLICY):
         return replace(written, policy=f"{POLICY} {name}")
     return written
 

@@ -26,7 +26,7 @@ from .known import (
 from .memory import MicrobatchMemory, in_flight
 from .reorder import reordered
 from .simulate import UNIT, SimulatedRun, StageTimes, lower_bound, simulate
-from .step import STEP_KINDS, Schedule, Step, StepKind
+from .step import STEP_KINDS, Schedule, Step, StepKind, show_devices
 
 __all__ = [
     "KINDS",
@@ -58,6 +58,7 @@ __all__ = [
     "schedule_kind",
     "schedule_names",
     "searched_kinds",
+    "show_devices",
     "simulate",
     "spread",
     "with_prologue",
