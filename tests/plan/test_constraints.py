@@ -413,10 +413,9 @@ def test_parallelize_keeps_to_constraints(tmp_path):
         assert loss == pytest.approx(whole, abs=1e-12)
 
 
-def test_constraints_are_for_the_search():
+def test_constraints_are_for_whole_models():
     case = ZOO["mlp"]()
-    with pytest.raises(InputError, match='constraints are for plan="auto"'):
-        sw.plan(case.module, example=case.args, plan="tp=2", constraints=[{"axis": "tp"}])
+    assert sw.plan(case.module, example=case.args, plan="tp=2", constraints=[{"axis": "tp"}]).size == 2
     with pytest.raises(InputError, match="not over parts"):
         sw.parallelize(case.module, compile={"parts": ["up"]}, constraints=[{"axis": "tp"}])
     with pytest.raises(PlanError, match='inputs="per_replica" every axis splits the batch'):
