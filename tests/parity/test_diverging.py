@@ -286,7 +286,8 @@ def diverge(directory, size=2, module=None, rates=(0.1,) * 4, **by_rank):
 )  # fmt: skip
 def test_options_that_differ_are_named_on_all_ranks(tmp_path, name, values):
     for text in diverge(tmp_path, **{name: values}):
-        assert text.startswith("the ranks have different versions and settings; install the same packages")
+        assert text.startswith(f"the ranks have different versions and settings ({__file__}:")
+        assert "(parallelize(nets[rank]" in text and "); install the same packages" in text
         assert len(text.splitlines()) == 2
         if name != "precision":
             kept = ["()" if value == [] else str(value) for value in values]
@@ -311,7 +312,8 @@ def test_models_that_differ_are_named_on_all_ranks(tmp_path):
         return net
 
     for text in diverge(tmp_path, module=module):
-        assert "the ranks have different programs; " in text and "build the same model everywhere" in text
+        assert text.startswith(f"the ranks have different programs ({__file__}:")
+        assert "build the same model everywhere" in text
         assert "  - graph: MLP " in text
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from shardwright.runtime.faults.heartbeats import Heartbeats
 from shardwright.runtime.faults.watch import DOUBT, GRACE, PATIENCE, Watch
 
 LIMIT, BEAT = 100.0, 1.0
@@ -13,8 +14,10 @@ LIMIT, BEAT = 100.0, 1.0
 
 def watch(**known) -> mock.Mock:
     """A watch whose other parts answer as is said: nobody has failed, gone or gone silent, and no hang is known."""
-    actual = mock.Mock(spec=Watch, _limit=LIMIT, _beat=BEAT)
-    answers = {"_reported": None, "_gone": [], "_silent": [], "_hung": None, "_doubt": None, **known}
+    heartbeats = mock.Mock(spec=Heartbeats, interval=BEAT)
+    heartbeats.gone.return_value, heartbeats.silent.return_value = known.pop("gone", []), known.pop("silent", [])
+    actual = mock.Mock(spec=Watch, _limit=LIMIT, _heartbeats=heartbeats)
+    answers = {"_reported": None, "_hung": None, "_doubt": None, **known}
     for name, answer in answers.items():
         getattr(actual, name).return_value = answer
     actual._lost.side_effect = lambda ranks: f"lost {ranks}"
@@ -25,12 +28,12 @@ def watch(**known) -> mock.Mock:
     ("waited", "known", "reason"),
     [
         (GRACE / 2, {"_reported": "rank 1 failed"}, "rank 1 failed"),
-        (GRACE / 2, {"_gone": [1]}, None),
-        (GRACE + 1, {"_gone": [1]}, "lost [1]"),
+        (GRACE / 2, {"gone": [1]}, None),
+        (GRACE + 1, {"gone": [1]}, "lost [1]"),
         (DOUBT - 0.5, {"_doubt": "other collectives"}, None),
         (DOUBT + 1, {"_doubt": "other collectives"}, "other collectives"),
-        (PATIENCE - 1, {"_silent": [2]}, None),
-        (PATIENCE + 1, {"_silent": [2]}, "lost [2]"),
+        (PATIENCE - 1, {"silent": [2]}, None),
+        (PATIENCE + 1, {"silent": [2]}, "lost [2]"),
         (LIMIT, {"_hung": "they wait"}, None),
         (LIMIT + GRACE + 1, {"_hung": "they wait"}, "they wait"),
         (LIMIT + GRACE + 1, {}, None),

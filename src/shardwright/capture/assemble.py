@@ -93,7 +93,9 @@ def _widened(module: nn.Module, make: Callable[[], Result]) -> Result:
             return make()
         except CaptureError as error:
             if not widen(module, error):
-                raise name_submodule(error) from error.__cause__
+                refused = name_submodule(error)
+                refused.__context__ = error.__cause__  # not printed: a screen of torch's frames around one sentence
+                raise refused from None
 
 
 def _assembled(

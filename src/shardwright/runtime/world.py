@@ -133,6 +133,17 @@ def calibrates() -> bool:
     return os.environ.get("SHARDWRIGHT_CALIBRATE", "1") != "0"
 
 
+def full_tracebacks() -> bool:
+    """Whether errors of shardwright are printed with all frames, and with what they came from."""
+    return os.environ.get("SHARDWRIGHT_TRACEBACK", "") == "full"
+
+
+def error_file() -> Path | None:
+    """Where torchrun looks for the error of this rank."""
+    named = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(named) if named else None
+
+
 def cache_folder() -> Path:
     """Where measurements of this machine are kept."""
     named = os.environ.get("SHARDWRIGHT_CACHE")

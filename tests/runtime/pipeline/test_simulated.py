@@ -13,7 +13,9 @@ from tests.runtime.ranks import run_processes
 from .sleeping import running
 
 UNIT = 0.04  # seconds
-RANKS, MICROBATCHES, TRIES = 4, 4, 2
+RANKS, MICROBATCHES = 4, 4
+TRIES = 20  # at the most: other processes only add to a time
+CLOSE = 1.05
 KINDS = ("gpipe", "1f1b", "eager", "interleaved", "zb", "zbv")
 
 
@@ -27,11 +29,16 @@ def schedules():
     return {**by_key, "few": interleaved(RANKS, 3), "fewest": schedule_kind("1f1b").make(RANKS, 2)}
 
 
+def simulated(schedule, times):
+    return simulate(schedule, times, [(at, at + 1) for at in range(schedule.stages - 1)])
+
+
 def measure(rank=0):
-    """For each schedule, when the ranks were done: the quickest of a few tries, since noise only adds."""
+    """For each schedule, when the ranks were done: the first try that others left alone, or the quickest."""
     by_name = {}
     for name, schedule in schedules().items():
-        model = running(schedule, times_of(schedule))
+        times = times_of(schedule)
+        model, predicted = running(schedule, times), simulated(schedule, times).total
         ends = []
         x = torch.zeros(4, requires_grad=True)
         for _ in range(TRIES):
@@ -44,20 +51,22 @@ def measure(rank=0):
             every = [torch.zeros(()) for _ in range(RANKS)]
             dist.all_gather(every, mine)
             ends.append([float(end) for end in every])
+            if max(ends[-1]) < CLOSE * predicted:
+                break
         by_name[name] = min(ends, key=max)
     return by_name
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return run_processes(RANKS, measure, timeout=120.0)[0]
+    return run_processes(RANKS, measure, timeout=600.0)[0]
 
 
 @pytest.mark.parametrize("name", schedules())
 def test_a_schedule_takes_as_long_as_the_simulation_says(measured, name):
     schedule = schedules()[name]
     times = times_of(schedule)
-    run = simulate(schedule, times, [(at, at + 1) for at in range(schedule.stages - 1)])
+    run = simulated(schedule, times)
     ends = measured[name]
     assert max(ends) == pytest.approx(run.total, rel=0.1)
     bubble = 1.0 - sum(run.busy) / (RANKS * max(ends))

@@ -47,15 +47,15 @@ from shardwright.errors import RankError
 
 from .. import world
 from ..collectives import shared_memory
-from ..collectives.processes import machine_name, runs
+from ..collectives.processes import machine_name
 from . import flight_recorder
 from .bounded_store import BoundedStore, LostStoreError
 from .failure import BrokenGroupError, OutOfStepError, describe, is_secondary_failure
 from .gloo_abort import on_gloo_abort
 from .hang_report import Inquiry
+from .heartbeats import BEAT, SILENCE, Beats, Heartbeats
+from .uncaught import report_uncaught, write_error_file
 
-BEAT = 1.0  # seconds between two heartbeats
-SILENCE = 10.0  # seconds without a heartbeat after which a rank counts as lost, once something has failed
 PATIENCE = 60.0  # seconds in one collective after which a rank checks that all others are alive
 LATE = 600.0  # seconds that ranks may be apart when a model is compiled
 ANSWER = 20.0  # seconds within which the store answers
@@ -80,16 +80,12 @@ class Watch(AbstractContextManager[None]):
         limit = world.timeout_of(group)
         self._limit = LATE if limit is None else limit.total_seconds()
         self._store = BoundedStore(PrefixStore("shardwright/faults", store), min(ANSWER, max(self._limit, SILENCE)))
-        self._others = [other for other in range(size) if other != rank]
-        self._who: dict[int, int | None] = {}  # process ids of the ranks on this machine
+        self._heartbeats = Heartbeats(self._store, rank, size)
         self._thread_watched = threading.get_ident()
         self._notes = flight_recorder.begin()
         self._inquiry = Inquiry(self._store, rank, size, self._notes)
         self._prints = world.here().device.type != "cpu"  # NCCL's watchdog ends the process without our message
         self._ended = threading.Event()
-        self._store.set(f"who/{rank}", f"{machine_name()} {os.getpid()}")
-        self._store.set(f"beat/{rank}", "0 0")
-        self._beat = BEAT * max(1.0, size / 256)
         self._thread = threading.Thread(target=self._live, name="shardwright-faults", daemon=True)
         self._before, sys.excepthook = sys.excepthook, self._uncaught
         self._thread.start()
@@ -133,11 +129,11 @@ class Watch(AbstractContextManager[None]):
     def find(self, wait: float = SILENCE + 3 * BEAT) -> str | None:
         """Which rank has failed in this call, and how; None if nothing is known after a while."""
         start = time.monotonic()
-        beats: dict[int, tuple[bytes, float]] = {}
+        beats: Beats = {}
         try:
             while True:
                 reported = self._reported() or self._hung()
-                lost = [] if reported else self._gone() or self._silent(beats)
+                lost = [] if reported else self._heartbeats.gone() or self._heartbeats.silent(beats)
                 if reported or lost:
                     return reported or self._lost(lost)
                 if time.monotonic() - start > wait:
@@ -149,7 +145,7 @@ class Watch(AbstractContextManager[None]):
     def desynchronized(self) -> str | None:
         """Which collectives ranks have entered as the same one; None if that can't be found out."""
         try:
-            return self._inquiry.explain_desync(self._frame(), 3 * self._beat)
+            return self._inquiry.explain_desync(self._frame(), 3 * self._heartbeats.interval)
         except LostStoreError as error:
             return str(error)
 
@@ -170,8 +166,8 @@ class Watch(AbstractContextManager[None]):
             if now - last_check < 1.0:
                 continue
             last_check = now
-            silent = [rank for rank in self._others if not self._store.check([keys[rank]])]
-            late = {rank: late.get(rank, now) for rank in silent if self._at(rank) >= self.call}
+            silent = [rank for rank in self._heartbeats.others if not self._store.check([keys[rank]])]
+            late = {rank: late.get(rank, now) for rank in silent if self._heartbeats.call_of(rank) >= self.call}
             if any(now - seen > SILENCE for seen in late.values()):
                 return {rank: self._store.get(keys[rank]).decode() for rank in range(self.size) if rank not in silent}
             self._expect(silent, now - start)
@@ -179,19 +175,14 @@ class Watch(AbstractContextManager[None]):
 
     def _expect(self, ranks: list[int], waited: float) -> None:
         """Raise if there is no point in waiting for these ranks any longer."""
-        gone = self._gone()
+        gone = self._heartbeats.gone()
         lost = self._reported() or (self._lost(gone) if gone else None)
         if lost is None and waited > min(LATE, self._limit):
             lost = f"rank {', '.join(map(str, ranks))} did not reach call {self.call} within {waited:.0f} s"
-            report = self._inquiry.ask(sys._getframe(1), waited, 3 * self._beat)
+            report = self._inquiry.ask(sys._getframe(1), waited, 3 * self._heartbeats.interval)
             lost += f"; {report}" if report else ""
         if lost is not None:
             raise RankError(lost)
-
-    def _at(self, rank: int) -> int:
-        """The call that another rank has last reported."""
-        key = f"beat/{rank}"
-        return int(self._store.get(key).split()[1]) if self._store.check([key]) else 0
 
     def _reported(self) -> str | None:
         desync = self._inquiry.known_desync()
@@ -207,24 +198,6 @@ class Watch(AbstractContextManager[None]):
         """The hang report, if there is one."""
         key = f"hang/{self.call}"
         return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _gone(self) -> list[int]:
-        """The ranks on this machine whose process has ended."""
-        for rank in self._others:
-            if rank not in self._who and self._store.check([f"who/{rank}"]):
-                machine, number = self._store.get(f"who/{rank}").decode().rsplit(" ", 1)
-                self._who[rank] = int(number) if machine == machine_name() else None
-        return [rank for rank, number in self._who.items() if number is not None and not runs(number)]
-
-    def _silent(self, beats: dict[int, tuple[bytes, float]]) -> list[int]:
-        """The ranks without a recent heartbeat. `beats` are those seen so far, and when."""
-        now = time.monotonic()
-        keys = [f"beat/{rank}" for rank in self._others]
-        if self._store.check(keys):
-            for rank, beat in zip(self._others, self._store.multi_get(keys), strict=True):
-                if rank not in beats or beats[rank][0] != beat:
-                    beats[rank] = (beat, now)
-        return [rank for rank, (_, seen) in beats.items() if now - seen > max(SILENCE, 5 * self._beat)]
 
     def _lost(self, ranks: list[int]) -> str:
         time.sleep(0.2)  # a published error is more useful than the news that the process is gone
@@ -245,11 +218,11 @@ class Watch(AbstractContextManager[None]):
     def _live(self) -> None:
         place: Any = None
         since, known, count = 0.0, 0.0, 0
-        beats: dict[int, tuple[bytes, float]] = {}
-        while not self._ended.wait(self._beat) and dist.is_initialized():
+        beats: Beats = {}
+        while not self._ended.wait(self._heartbeats.interval) and dist.is_initialized():
             count += 1
             try:
-                self._store.set(f"beat/{self.rank}", f"{count} {self.call}")
+                self._heartbeats.beat(count, self.call)
                 now, here = time.monotonic(), self._waiting()
                 self._inquiry.answer(self._frame(), here is not None)
                 self._print_idle()
@@ -264,29 +237,30 @@ class Watch(AbstractContextManager[None]):
             except LostStoreError:
                 return  # the run is over, or collectives fail by themselves
 
-    def _reason(self, waited: float, beats: dict[int, tuple[bytes, float]]) -> str | None:
+    def _reason(self, waited: float, beats: Beats) -> str | None:
         """Why the main thread, which has waited this long, will wait forever."""
         reported = self._reported()
         if reported is not None or waited < GRACE:
             return reported
-        lost = self._gone() or (self._silent(beats) if waited > PATIENCE else [])
+        lost = self._heartbeats.gone() or (self._heartbeats.silent(beats) if waited > PATIENCE else [])
         if lost:
             return self._lost(lost)
         if waited > DOUBT and (desync := self._doubt(waited)) is not None:
             return desync
-        if waited > max(self._limit - 4 * self._beat, self._limit / 2) and self._hung() is None:
+        if waited > max(self._limit - 4 * self._heartbeats.interval, self._limit / 2) and self._hung() is None:
             self._inquire(waited)
         return self._hung() if waited > self._limit + GRACE else None
 
     def _doubt(self, waited: float) -> str | None:
-        return self._inquiry.doubt((self.call, self._notes.total), self._frame(), waited, 3 * self._beat)
+        return self._inquiry.doubt((self.call, self._notes.total), self._frame(), waited, 3 * self._heartbeats.interval)
 
     def _inquire(self, waited: float) -> None:
         """Find out why the ranks wait, shortly before the backend times out: its error will include the report."""
-        report = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
-        calls = {self.call, *(self._at(rank) for rank in self._others)} if report is not None else ()
-        for call in calls:  # ranks that are desynchronized may be in different calls
-            self._store.set(f"hang/{call}", report or "")
+        report = self._inquiry.ask(self._frame(), waited, 3 * self._heartbeats.interval)
+        if report is not None:
+            beats = self._heartbeats
+            for call in {self.call, *map(beats.call_of, beats.others)}:  # desynchronized ranks may be in different ones
+                self._store.set(f"hang/{call}", report)
 
     def _aborted(self) -> None:
         """Gloo is about to abort the process, since a message is not as long as this rank expects."""
@@ -294,8 +268,9 @@ class Watch(AbstractContextManager[None]):
 
     def _print_idle(self) -> None:
         if self._prints:
-            mark, after = (self.call, self._notes.total), self._limit - 5 * self._beat
-            report = self._inquiry.idle(mark, self._frame(), after, 3 * self._beat) if self._notes.total else None
+            mark, beat = (self.call, self._notes.total), self._heartbeats.interval
+            after = self._limit - 5 * beat
+            report = self._inquiry.idle(mark, self._frame(), after, 3 * beat) if self._notes.total else None
             if report is not None:
                 sys.stderr.write(f"shardwright: {report}\n")
                 sys.stderr.flush()
@@ -326,18 +301,29 @@ class Watch(AbstractContextManager[None]):
         text = f"{where}shardwright.errors.RankError: {reason} (rank {self.rank} waited for it and exits)\n"
         sys.stderr.write(text)
         sys.stderr.flush()
+        write_error_file(text, secondary=True)
         os._exit(1)
 
     # -- the end ---------------------------------------------------------------------------
 
     def _uncaught(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-        """An uncaught error: report it, or name the primary failure, then call the previous hook."""
-        if isinstance(error, Exception):
-            try:
-                self.tell(error)
-            except RankError as named:
-                kind, error, trace = RankError, named, named.__traceback__
-        self._before(kind, error, trace)
+        """An uncaught error: report it, or name the primary failure, and print it."""
+        if not isinstance(error, Exception):
+            self._before(kind, error, trace)
+            return
+        try:
+            self.tell(error)
+        except RankError as named:
+            error = named
+        report_uncaught(error, self.rank, self._first_to_print, self._before)
+
+    def _first_to_print(self, digest: str) -> int | None:
+        """The first rank of this machine that ends with an error of this text."""
+        try:
+            key = f"uncaught/{machine_name()}/{digest}"
+            return int(self._store.compare_set(key, "", str(self.rank)).decode())
+        except LostStoreError:
+            return None
 
     def end(self) -> None:
         """Stop watching."""
