@@ -163,7 +163,7 @@ def _model_arguments(parser: ArgumentParser, plan: str | None = "auto") -> None:
     usual = "" if plan else "; default: dp=2, tp=2, zero3=2 and pp=2, one after the other"
     text = f'"dp=2,tp=2", the path of a plan file, a policy (mine.py:policy), "auto", or "auto,tp=2"{usual}'
     parser.add_argument("--plan", type=str if plan else str | None, default=plan, help=text)
-    parser.add_argument("--devices", type=int, help="number of devices for --plan auto and policies; other plans fix it")
+    parser.add_argument("--devices", type=int, help="number of devices for auto and for policies; other plans fix it")
     parser.add_argument("--microbatches", type=int, help="number of microbatches; default: chosen by the plan")
     parser.add_argument(
         "--opaque",
