@@ -79,7 +79,8 @@ class PolicyBuilder:
         """Split ops along an axis, or in time.
 
         dim      a label of their rule ("n", "k", "heads"), "batch" or "sequence"; or a number: of a dim of the
-                 parameters if some are selected, else of what the ops return. Ops that don't have it are left alone.
+                 parameters if some are selected, else of what the ops return; None: whatever they can be split on.
+                 Ops that don't have it are left alone.
         over     an axis of the mesh; "time": in `parts` that run one after the other, the batch of all ops
         """
         source = calling_line("split", (target, dim), {"over": over, "parts": parts})
@@ -212,9 +213,8 @@ class PolicyBuilder:
 
     def ways(self, target: Selection = "") -> str:
         """How ops can be split: a line for each, with the labels and their sizes."""
-        ops = self._ops(self._target(target, calling_line("ways", (target,), {})), calling_line("ways", (target,), {}))
-        lines = []
-        for op in ops:
+        source, lines = calling_line("ways", (target,), {}), list[str]()
+        for op in self._ops(self._target(target, source), source):
             roles = self.analysis.signatures[op.name].roles
             lines.append(f"{op}: {', '.join(f'{role.name} ({role.size})' for role in roles) or 'nothing to split'}")
         return "\n".join(lines)
