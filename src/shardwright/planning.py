@@ -145,7 +145,7 @@ def call_policy(policy: PolicyFunction, analysis: Analysis, cluster: Cluster) ->
             "search for what is left open"
         )
     if isinstance(written, Plan) and written.policy in ("", POLICY):
-        return replace(written, policy=f"{POLICY} {name}")
+        return replace(written, policy=f"policy {name}")
     return written
 
 

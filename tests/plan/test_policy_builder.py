@@ -7,10 +7,11 @@ import pytest
 import shardwright as sw
 from shardwright.cluster import find
 from shardwright.errors import InputError, PlanError
-from shardwright.plan.request import AutoPlan, is_policy, read_source
+from shardwright.plan.request import AutoPlan, PlanRequest, is_policy, read_source
+from shardwright.planning import continue_plan
 from shardwright.policy import PolicyBuilder, repeated, select
 from tests.models.zoo import ZOO
-from tests.plan.graphs import graph_of
+from tests.plan.graphs import analysis_of, graph_of
 
 GRAPH = graph_of("gpt")
 
@@ -245,6 +246,15 @@ def test_evaluation_follows_a_policy():
         return plan.build()
 
     assert verified(policy, 2, entries=("train", "eval"))
+
+
+def test_a_smaller_batch_follows_as_far_as_it_divides():
+    plan = builder(dp=2, dp2=2)
+    plan.split(dim="batch", over="dp")
+    plan.split(dim="batch", over="dp2")
+    small = analysis_of("gpt", batch=2)
+    more = continue_plan(plan.build(), small.graph, small, PlanRequest())
+    assert choices(more)["blocks.0.up / linear"] == {"dp": "ma"}
 
 
 def test_a_plan_is_repeated_over_more_devices(tmp_path):

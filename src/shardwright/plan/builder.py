@@ -76,6 +76,14 @@ class PlanBuilder:
             size = size // other.size if role is not None and role.atom == atom else size
         return size
 
+    def divides(self, op: Op, axis: Axis, role: Role) -> bool:
+        """Whether the sizes of an op allow a split beside what other axes do."""
+        try:
+            self.signature(op).layouts({**self.choices.get(op.name, {}), axis.name: role.name}, self.mesh)
+        except PlanError:
+            return False
+        return True
+
     def split(self, op: Op, axis: Axis, role: Role) -> None:
         """Split an op on a role along an axis."""
         if self.lenient and not role.fills(axis.size):

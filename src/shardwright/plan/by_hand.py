@@ -128,11 +128,7 @@ def _can_take(builder: PlanBuilder, op: Op, axis: Axis, pick: str) -> bool:
     role = builder.signature(op).picked(pick)
     if role is None or not role.fills(axis.size) or builder.left_of(op, axis, role.atom) % axis.size:
         return False
-    try:
-        builder.signature(op).layouts({**builder.choices.get(op.name, {}), axis.name: role.name}, builder.mesh)
-    except PlanError:
-        return False  # the sizes do not divide over several axes
-    return True
+    return builder.divides(op, axis, role)
 
 
 def _groups(limits: Limits, ops: Sequence[Op]) -> dict[str, list[Op]]:

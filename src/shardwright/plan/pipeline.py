@@ -315,6 +315,6 @@ def same_choices(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int =
                 continue
             for axis in mesh.axes:
                 role = builder.signature(op).picked(choice.get(axis.name))
-                if role is not None and role.fills(axis.size):
+                if role is not None and role.fills(axis.size) and builder.divides(op, axis, role):
                     builder.split(op, axis, role)
     return builder.finish("").choices(analysis.graph.entry)

@@ -277,7 +277,7 @@ class PolicyBuilder:
         return over
 
 
-POLICY = "policy"
+POLICY = "a policy"
 """What plans of a policy are called until it is known which."""
 
 
