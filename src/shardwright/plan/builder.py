@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
-from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
+from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement, fills_every_chunk
 from ..lower.chunked_loss import check_chunked, faults_of_losses
 from ..rules import FAN, PASS_PARTIAL, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
 from ..storage import Storage, parse_storage
@@ -77,7 +77,9 @@ class PlanBuilder:
         return size
 
     def divides(self, op: Op, axis: Axis, role: Role) -> bool:
-        """Whether the sizes of an op allow a split beside what other axes do."""
+        """Whether the sizes of an op allow a split beside what other axes do, so that every device gets something."""
+        if not fills_every_chunk(self.left_of(op, axis, role.atom), axis.size):
+            return False
         try:
             self.signature(op).layouts({**self.choices.get(op.name, {}), axis.name: role.name}, self.mesh)
         except PlanError:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ..errors import PlanError, raise_all
 from ..ir import Op
 from ..ir.paths import is_inside
-from ..layout import MB, Axis, Mesh
+from ..layout import MB, Axis, Mesh, fills_every_chunk
 from ..rules import Analysis, Choices, Role, without_stripes
 from ..storage import of_zero, sharded_tensors
 from .builder import PlanBuilder
@@ -86,6 +86,12 @@ def split(builder: PlanBuilder, op: Op, axis: Axis, roles: Sequence[Role]) -> No
         raise PlanError(
             f"{op}: a batch of {builder.left_of(op, axis, role.atom)} does not divide over {axis.name}={axis.size}; "
             "use another batch size, or another axis"
+        )
+    left = builder.left_of(op, axis, role.atom)
+    if role.fills(axis.size) and not fills_every_chunk(left, axis.size):
+        raise PlanError(
+            f"{op}: {role.name} has {role.size}, of which other axes leave {left} that {axis.name}={axis.size} can't "
+            "share; use smaller axes"
         )
     builder.split(op, axis, role)
     try:
