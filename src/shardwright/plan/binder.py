@@ -303,7 +303,7 @@ class Binder:
             if zero.least > zero.most or (old.on is not None and on != old.on):
                 self.faults.append(f"{item.source}: another entry asks for ZeRO {old.zero} of {parameter.key}"
                                    f"{f' on {old.on}' if old.on else ''}; leave one of them out")  # fmt: skip
-            self.storing[parameter.key] = StorageLimit(zero, on)
+            self.storing[parameter.key] = StorageLimit(zero, on, item.kind or old.kind)
 
     def keys_of(self, item: ZeroConstraint) -> list[str]:
         """The parameters that are meant."""

@@ -17,7 +17,7 @@ from ..ir import Op
 from ..ir.paths import is_inside
 from ..layout import MB, Axis, Mesh, fills_every_chunk
 from ..rules import Analysis, Choices, Role, without_stripes
-from ..storage import of_zero, sharded_tensors
+from ..storage import kind_named, of_zero, sharded_tensors
 from .builder import PlanBuilder
 from .constraint_kinds import ChoiceDemand
 from .limits import RUN_WHOLE, Limits
@@ -177,18 +177,21 @@ def _choose_alike(builder: PlanBuilder, op: Op, axis: Axis, other: Op) -> None:
 
 def _store(builder: PlanBuilder, limits: Limits, ops: Sequence[Op]) -> None:
     """Bring the storage of parameters within their limits."""
+    if not limits.storing:
+        return
     read, names = {name for op in ops for name in op.inputs}, {op.name for op in ops}
+    every = {name: choice for name, choice in builder.choices.items() if name in names}
+    copies = batch_axes(builder.analysis, every, builder.mesh)
     for parameter in builder.graph.parameters:
         limit = limits.storing.get(parameter.key)
         if limit is None or parameter.value not in read:
             continue
         stored = builder.storage.get(parameter.key, {})
         sharded = sharded_tensors(stored)
-        kind = of_zero(int(min(max(sharded, limit.zero.least), limit.zero.most)))
-        every = {name: choice for name, choice in builder.choices.items() if name in names}
-        copies = batch_axes(builder.analysis, every, builder.mesh)
+        number = int(min(max(sharded, limit.zero.least), limit.zero.most))
+        kind = of_zero(number) if limit.kind is None else kind_named(limit.kind)
         axes = [limit.on] if limit.on is not None else list(stored) or copies
-        if len(kind.sharded()) == sharded and (limit.on is None or list(stored) == axes):
+        if limit.kind is None and number == sharded and (limit.on is None or list(stored) == axes):
             continue
         if not parameter.trainable and kind.sharded() and not kind.shards_parameter:
             continue  # it has neither gradient nor optimizer state

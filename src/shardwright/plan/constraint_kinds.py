@@ -200,11 +200,13 @@ class ZeroConstraint:
     """The ZeRO levels that parameters may have, on any axes or on one.
 
     At least a level is asked of the copies that there are: a parameter that no axis repeats has nothing to shard.
+    `kind`: of the kinds of storage that are within, the one of this name.
     """
 
     target: Target
     zero: Range
     on: str | None = None
+    kind: str | None = None
     source: ConstraintSource
 
 

@@ -22,10 +22,11 @@ ANY_LEVEL = Range()
 
 @dataclass(frozen=True, slots=True)
 class StorageLimit:
-    """How a parameter may be stored: the ZeRO levels, and the axis along which it has to be sharded, if any."""
+    """How a parameter may be stored: the ZeRO levels, and if they are fixed, the axis to shard along and the kind."""
 
     zero: Range = ANY_LEVEL
     on: str | None = None
+    kind: str | None = None
 
     def allowed(self, options: Sequence[Storage], trainable: bool) -> tuple[Storage, ...]:
         """Those of some options (the first is replicated) that are within the limit.
@@ -33,7 +34,13 @@ class StorageLimit:
         At least a level is asked of copies that can be sharded so: where there are none, what is there may stay.
         """
         axes = () if self.on is None else (self.on,)
-        fit = [o for o in options if len(o.sharded()) in self.zero and (not o.axes or not axes or o.axes == axes)]
+        fit = [
+            option
+            for option in options
+            if len(option.sharded()) in self.zero
+            and (not option.axes or not axes or option.axes == axes)
+            and self.kind in (None, option.name)
+        ]
         if fit or (self.on is not None and trainable):
             return tuple(fit)
         possible = [o for o in options if len(o.sharded()) >= self.zero.least]

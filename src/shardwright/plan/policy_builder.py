@@ -128,7 +128,7 @@ class PolicyBuilder:
         if axis in self._decisions.single:
             return
         zero = Range(number, number)
-        item = ZeroConstraint(target=self._target(target, source), zero=zero, on=axis, source=source)
+        item = ZeroConstraint(target=self._target(target, source), zero=zero, on=axis, kind=kind, source=source)
         for key in self._binder.keys_of(item) or _refuse(source, "no parameter of the model is meant"):
             self._decisions.storing[key] = replace(item, target=Target(parameters=(key,)))
 

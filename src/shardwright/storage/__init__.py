@@ -8,7 +8,16 @@ generated file, the runtime and checkpoints.
 
 from __future__ import annotations
 
-from .kinds import KINDS, SHARDED_KINDS, SHARDED_TENSORS, of_zero, parse_storage, sharded_tensors, storage_kind
+from .kinds import (
+    KINDS,
+    SHARDED_KINDS,
+    SHARDED_TENSORS,
+    kind_named,
+    of_zero,
+    parse_storage,
+    sharded_tensors,
+    storage_kind,
+)
 from .replicated import Replicated, restricted
 from .spec import (
     ParameterSpec,
@@ -32,6 +41,7 @@ __all__ = [
     "StorageCollective",
     "StoredElements",
     "effective_storage",
+    "kind_named",
     "of_zero",
     "parse_storage",
     "restricted",

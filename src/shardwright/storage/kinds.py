@@ -36,6 +36,11 @@ def of_zero(number: int) -> type[Storage]:
     return next(kind for kind in KINDS if SHARDED_TENSORS[kind.name] == number)
 
 
+def kind_named(name: str) -> type[Storage]:
+    """The kind of a name, as plan strings write it."""
+    return next(kind for kind in KINDS if kind.name == name)
+
+
 def storage_kind(symbol: int | str) -> type[Storage]:
     """The kind that plan files and generated code write as `symbol`."""
     for kind in SHARDED_KINDS:
