@@ -72,7 +72,7 @@ MAY_IMPORT = {
     ),
 }
 NO_TORCH = frozenset(
-    "errors formats batch_dim options precision layout storage reshard schedule ir rules ops cluster cost lower memory "
+    "errors formats batch_dim options precision python_files policy layout storage reshard schedule ir rules ops cluster cost lower memory "
     "plan emit".split()
 )
 
