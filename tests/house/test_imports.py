@@ -72,8 +72,8 @@ MAY_IMPORT = {
     ),
 }
 NO_TORCH = frozenset(
-    "errors formats batch_dim options precision python_files policy layout storage reshard schedule ir rules ops cluster cost lower memory "
-    "plan emit".split()
+    "errors formats batch_dim options precision python_files layout storage reshard schedule ir rules ops cluster cost "
+    "lower memory plan policy emit".split()
 )
 
 
