@@ -74,6 +74,27 @@ def test_plan_writes_a_file_that_explain_and_verify_read(net, tmp_path, capsys):
     assert main(["verify", net, "--plan", "plans/plan.json", "--steps", "1"]) == 0
 
 
+POLICY = """
+from shardwright.policy import PolicyBuilder
+
+
+def halves(graph, cluster):
+    plan = PolicyBuilder(graph, cluster, tp=cluster.size)
+    plan.split("up", "n", over="tp")
+    return plan.build()
+"""
+
+
+def test_a_policy_is_named_by_its_file(net, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(POLICY)
+    assert main(["plan", net, "--plan", "mine.py:halves", "--ranks", "2", "-o", "plan.json"]) == 0
+    assert "Net under policy halves" in capsys.readouterr().out
+    assert main(["verify", net, "--plan", "mine.py:halves", "--ranks", "2"]) == 0
+    assert main(["compile", net, "--plan", "mine.py:halves", "--ranks", "2"]) == 0
+    assert main(["plan", net, "--plan", "auto,tp=2", "--ranks", "2"]) == 0
+    assert "mesh tp=2" in capsys.readouterr().out
+
+
 def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
     options = ["--cluster", "4xA100-80GB", "--batch", "64", "--precision", "bf16-mixed", "--optimizer", "momentum"]
     assert main(["plan", net, *options, "--memory", "1GiB", "--accumulate", "2", "-o", "plan.json"]) == 0

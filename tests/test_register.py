@@ -270,8 +270,8 @@ def test_a_rank_gets_its_own_size_of_a_label_named_as_an_argument(tmp_path):
 def split_on(name: str, label: str):
     """A policy that splits one op on one label."""
 
-    def policy(graph, world: int) -> Plan:
-        builder = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=world),)))
+    def policy(graph, cluster) -> Plan:
+        builder = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=cluster.size),)))
         (op,) = (op for op in graph.ops if op.name.endswith(name))
         (role,) = (role for role in builder.roles(op) if role.label == label)
         builder.split(op, builder.mesh.axis("tp"), role)

@@ -37,8 +37,9 @@ from .options import (
     refuse_moved,
 )
 from .plan import Plan
-from .plan.constraints import Constraints, ConstraintsLike, read_constraints
-from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
+from .plan.constraint_kinds import Constraints, ConstraintsLike
+from .plan.constraints import read_constraints
+from .plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_size
 from .plan.search_options import Progress, SearchOptions
 from .planning import (
     cluster_for,
@@ -74,13 +75,13 @@ def parallelize(
 
     example     arguments of a call: a tuple, a dict of keyword arguments, or (args, kwargs). Without
                 it the model is compiled at its first call.
-    plan        "auto", a plan string such as "dp=2,tp=2" or the same as a dict, a Plan, the path of a plan file, or a
-                function (graph, number of devices) -> Plan.
+    plan        "auto", a plan string such as "dp=2,tp=2" or the same as a dict, both ("auto,tp=2"), a Plan, the path
+                of a plan file, or a policy: a function of a graph and a cluster, or its name ("mine.py:policy").
     cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
                 shardwright calibrate), "auto": the devices of this run, measured once (see docs/clusters.md), or
                 "catalogue": as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
-    constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
+    constraints what the plan has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
     inputs      what a call passes: "global" (every rank the whole global batch), "per_replica" (each data-parallel
                 replica its own samples), "per_rank" (each rank its own samples).
@@ -212,7 +213,7 @@ def plan(
 
     cluster     a name such as "8xA100-80GB", the path of a cluster file, or a number of CPU processes
     memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
-    constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
+    constraints what the plan has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   as `parallelize` takes it: "bf16-mixed", "bf16", ...; None: as it is written
     seconds     how long "auto" searches at most; the plan says if that was not enough
@@ -285,12 +286,11 @@ def captured_graph(
 
 
 def read_asked(constraints: ConstraintsLike | None, model: nn.Module, source: PlanSource) -> Constraints:
-    """Constraints on the search of a plan for a model."""
-    if constraints is not None and not isinstance(source, AutoPlan):
-        name = source_name(source)
-        raise InputError(f'constraints are for plan="auto", which searches; plan={name!r} says what to do')
+    """Constraints on a plan for a model."""
+    searched = isinstance(source, AutoPlan) and source.within is None
     modules = model.named_modules(remove_duplicate=False)
-    return read_constraints(constraints, {path: type(module).__name__ for path, module in modules})
+    classes = {path: type(module).__name__ for path, module in modules}
+    return read_constraints(constraints, classes, axes_known=not searched)
 
 
 def read_bytes(text: str | float | None) -> float | None:

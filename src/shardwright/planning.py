@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,23 +13,32 @@ from .capture import without_collection
 from .cluster import Cluster, Device, find
 from .cluster.catalogue import matching
 from .cost import STATES, TrainingSetup
-from .errors import PlanError
+from .errors import PlanError, ShardwrightError
 from .ir import Graph, Output
 from .ir.recompute import faults_of
-from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
+from .plan import Plan, PlanBuilder, PlanStage, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import SearchResult, extend
+from .plan.binder import bind
+from .plan.by_hand import decide
 from .plan.chunking import continued_chunks
+from .plan.clash import format_bytes
+from .plan.constraint_kinds import Constraint
 from .plan.digest import ring_notes
 from .plan.joint import JointResult, find_best_plan, note_of, pipeline_summary, predicted, price_plan
-from .plan.pipeline import build_pipeline, continue_pipeline
+from .plan.kept import check_kept
+from .plan.pipeline import build_pipeline, continue_pipeline, same_choices
+from .plan.policy_builder import POLICY, PolicyBuilder
+from .plan.policy_call import policy_call
 from .plan.price import price
-from .plan.request import AutoPlan, PlanFile, PlanRequest
+from .plan.request import AutoPlan, PlanRequest, PolicyFunction, source_name
 from .plan.search_options import SearchOptions
+from .plan.string_constraints import module_constraints
 from .precision import Precision, name_of
 from .rules import Analysis
 from .rules.replica_axes import is_replica, replica_axes
 from .runtime import accelerator
 from .runtime.world import World, ranks_per_node
+from .schedule import schedule_kind
 
 
 def make_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> Plan:
@@ -70,22 +81,72 @@ def with_batch_norm(graph: Graph, batch_norm: str) -> Graph:
 def _requested_plan(graph: Graph, analysis: Analysis, request: PlanRequest, size: int) -> Plan:
     source = request.source
     if isinstance(source, AutoPlan):
-        return find_plan(analysis, request, size).plan
+        return find_plan(analysis, _with_constraints(request, source.constraints()), size).plan
     if isinstance(source, PolicyRequest):
+        request = _with_constraints(request, tuple(module_constraints(source)))
         source.check_size(size)
         plan = _by_policies(graph, analysis, source, request)
     else:
         if isinstance(source, Plan):
             plan = source
+        elif callable(source):
+            written = call_policy(source, analysis, request.cluster or cluster_of(size))
+            if isinstance(written, PolicyBuilder):
+                decided = written.constraints().items
+                return find_plan(analysis, _with_constraints(request, decided), size).plan
+            plan = written
         else:
-            plan = source.load(graph) if isinstance(source, PlanFile) else source(graph, size)
+            plan = source.load(graph)
         _check_microbatches(plan, request.options)
     if plan.size != size:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {size} processes")
     plan.check_against(graph)
+    constraints = request.options.constraints
+    limits = bind(constraints, analysis)
+    if constraints.items:
+        check_kept(plan, analysis, limits, request.cluster)
     if request.cluster is None:
+        if limits.memory < math.inf:
+            raise PlanError("a memory limit needs a cluster, on which the plan is priced; pass cluster=")
         return plan
-    return priced(replace(plan, made_for=request.cluster), analysis, request, request.cluster)
+    plan = priced(replace(plan, made_for=request.cluster), analysis, request, request.cluster)
+    peak = plan.predicted[graph.entry]["memory"]["peak"]
+    if peak > limits.memory:
+        raise PlanError(
+            f"the plan needs {format_bytes(peak)} on a device, and a constraint allows {format_bytes(limits.memory)}"
+        )
+    return plan
+
+
+def _with_constraints(request: PlanRequest, items: tuple[Constraint, ...]) -> PlanRequest:
+    """The request with more constraints."""
+    constraints = request.options.constraints
+    more = replace(constraints, items=(*constraints.items, *items))
+    return replace(request, options=replace(request.options, constraints=more))
+
+
+def call_policy(policy: PolicyFunction, analysis: Analysis, cluster: Cluster) -> Plan | PolicyBuilder:
+    """What a policy writes for a graph; an error in it becomes one of ours, which names its line."""
+    name = source_name(policy)
+    try:
+        with policy_call(analysis):
+            written = policy(analysis.graph, cluster)
+    except ShardwrightError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+        last = (own or frames)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        raise PlanError(f"the policy {name} failed at {where}: {type(error).__name__}: {error}") from error
+    if not isinstance(written, Plan | PolicyBuilder):
+        raise PlanError(
+            f"the policy {name} returned a {type(written).__name__}; return builder.build(), or the builder, for a "
+            "search for what is left open"
+        )
+    if isinstance(written, Plan) and written.policy in ("", POLICY):
+        return replace(written, policy=f"policy {name}")
+    return written
 
 
 def _check_microbatches(plan: Plan, options: SearchOptions) -> None:
@@ -104,9 +165,18 @@ def _check_microbatches(plan: Plan, options: SearchOptions) -> None:
 
 def _by_policies(graph: Graph, analysis: Analysis, policies: PolicyRequest, request: PlanRequest) -> Plan:
     options, cluster = request.options, str(request.cluster or "")
-    if policies.stages or (options.microbatches or 1) > 1:
-        return build_pipeline(graph, policies, analysis, cluster, options.microbatches, options.local)
-    return build_plan(graph, policies, analysis, cluster)
+    limits = bind(options.constraints, analysis)
+    wanted = limits.count("microbatches")
+    count = options.microbatches or (wanted.exact if wanted is not None else None)
+    if policies.schedule is None and policies.stages and limits.schedule is not None:
+        policies = replace(policies, schedule=schedule_kind(limits.schedule))
+    if policies.stages or (count or 1) > 1:
+        plan = build_pipeline(graph, policies, analysis, cluster, count, options.local, limits)
+    else:
+        plan = build_plan(
+            graph, policies, analysis, cluster, afterwards=lambda builder: decide(builder, limits)
+        )
+    return replace(plan, policy=f"{policies} with constraints") if options.constraints.items else plan
 
 
 def find_plan(analysis: Analysis, request: PlanRequest, size: int) -> JointResult:
@@ -163,6 +233,10 @@ def continue_plan(plan: Plan, graph: Graph, analysis: Analysis, request: PlanReq
         return continue_pipeline(plan, analysis)
     if plan.policy == "auto":
         more = extend(plan, analysis, request.cluster or cluster_of(plan.size), request.training)
+    elif " " in plan.policy or not plan.policy:  # a policy, or a plan string with constraints
+        stage = PlanStage(mesh=plan.mesh, choices=same_choices(plan, analysis, plan.mesh))
+        more = PlanBuilder(graph, plan.mesh, analysis).finish("", settle=False)
+        more = replace(more, entries={graph.entry: (stage,)})
     else:
         policies = parse_plan_string(plan.policy)
         policies.check_size(plan.size)

@@ -28,6 +28,7 @@ PAGES = [
     "methods.md",
     "eight_gpus.md",
     "wrong_gradients.md",
+    "policies.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

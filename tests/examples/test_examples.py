@@ -35,6 +35,14 @@ def test_vit(pools, tmp_path, plan):
     assert all(parallel == pytest.approx(alone, rel=1e-5) for parallel, alone in pairs)
 
 
+@pytest.mark.parametrize("policy", ["tensor_parallel", "pipeline", "partial"])
+def test_custom_policy(pools, tmp_path, policy):
+    argv = ["--policy", policy, "--steps", "3", "--code", str(tmp_path)]
+    pairs = pools[2].run(run_example, "custom_policy", argv, timeout=120)[0]
+    assert len(pairs) == 3
+    assert all(parallel == pytest.approx(alone, rel=1e-5) for parallel, alone in pairs)
+
+
 def test_convnet(pools, tmp_path):
     argv = ["--plan", "dp=2", "--steps", "3", "--code", str(tmp_path)]
     pairs, apart = pools[2].run(run_example, "convnet", argv, timeout=120)[0]

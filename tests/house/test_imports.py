@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "schedule": "errors layout",
     "ir": "errors layout",
     "storage": "errors layout",
+    "python_files": "errors",
     "rules": "errors layout storage reshard ir",
     "cluster": "errors formats layout",
     "ops": "errors layout ir rules cluster",
@@ -27,12 +28,13 @@ MAY_IMPORT = {
     "cost": "errors layout storage reshard schedule ir rules cluster ops",
     "lower": "errors layout storage reshard ir rules ops cost",
     "memory": "errors layout storage schedule ir rules ops cost lower",
-    "plan": "errors formats layout storage reshard schedule ir rules cluster ops cost lower memory",
+    "plan": "errors formats python_files layout storage reshard schedule ir rules cluster ops cost lower memory",
+    "policy": "plan",
     "probe": "errors layout ir rules ops capture lower",
     "emit": "errors layout storage schedule ir rules ops lower",
     "runtime": "errors batch_dim frozen_values layout storage control_flow schedule",
     "wrapping": "errors runtime",
-    "planning": "errors precision ir rules capture cluster cost plan runtime",
+    "planning": "errors precision schedule ir rules capture cluster cost plan runtime",
     "compile": (
         "errors formats options batch_dim frozen_values precision layout storage reshard schedule ir rules capture "
         "cluster cost plan lower probe emit runtime planning"
@@ -68,13 +70,13 @@ MAY_IMPORT = {
     "lightning": "errors options plan runtime planning compile compiled_parts parallelize checkpoint",
     "huggingface": "errors plan runtime parallelize checkpoint",
     "cli": (
-        "errors formats options batch_dim precision schedule ir capture cluster calibrate doctor plan lower emit "
-        "runtime planning compile verify rehearse parallelize checkpoint report train"
+        "errors formats options python_files batch_dim precision schedule ir capture cluster calibrate doctor plan "
+        "lower emit runtime planning compile verify rehearse parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset(
-    "errors formats batch_dim options precision layout storage reshard schedule ir rules ops cluster cost lower memory "
-    "plan emit".split()
+    "errors formats batch_dim options precision python_files layout storage reshard schedule ir rules ops cluster cost "
+    "lower memory plan policy emit".split()
 )
 
 

@@ -73,7 +73,7 @@ def test_an_axis_larger_than_any_dim(axis):
 
 
 def test_a_policy_that_splits_a_dim_too_far():
-    def policy(graph, world):
+    def policy(graph, cluster):
         builder = PlanBuilder(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
         op = next(op for op in builder.ops if op.name.startswith("up"))
         builder.split(op, builder.mesh.axes[0], min(builder.roles(op), key=lambda role: role.size))

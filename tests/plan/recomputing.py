@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardwright.cluster import Cluster
 from shardwright.ir import Graph
 from shardwright.plan import POLICIES, Plan, PlanBuilder, parse_plan_string
 from shardwright.rules import Analysis
@@ -20,6 +21,6 @@ def plan_of(graph: Graph, text: str, *paths: str, analysis: Analysis | None = No
     return builder.finish(str(request))
 
 
-def recomputing(text: str, *paths: str) -> Callable[[Graph, int], Plan]:
+def recomputing(text: str, *paths: str) -> Callable[[Graph, Cluster], Plan]:
     """The same as a policy, for `verify` and `parallelize`."""
-    return lambda graph, world: plan_of(graph, text, *paths)
+    return lambda graph, cluster: plan_of(graph, text, *paths)

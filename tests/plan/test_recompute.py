@@ -47,9 +47,10 @@ def test_the_word_in_a_plan_string_names_all_layers_and_stays_in_the_policy():
     assert str(parse_plan_string("recompute")) == "single,recompute"
 
 
-def test_a_number_for_the_word_is_refused():
-    with pytest.raises(PlanError, match="'dp=2,recompute=3' gives recompute a number"):
-        parse_plan_string("dp=2,recompute=3")
+def test_modules_beside_the_word_are_named():
+    assert parse_plan_string("dp=2,recompute=blocks.0+blocks.1").recomputed == ("blocks.0", "blocks.1")
+    with pytest.raises(PlanError, match="does not say which modules recompute is about"):
+        parse_plan_string("dp=2,recompute=")
 
 
 def test_a_model_without_layers_is_refused():

@@ -14,7 +14,7 @@ def plan():
     return build_plan(graph_of("mlp"), parse_plan_string("tp=2"), analysis_of("mlp"))
 
 
-def my_policy(graph, size):
+def my_policy(graph, cluster):
     return plan()
 
 

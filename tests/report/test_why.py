@@ -131,7 +131,7 @@ def test_an_axis_between_nodes_is_asked_too(gpt):
     assert all(way.follow > best.follow for way in odd)
 
 
-def three_axes(graph, size):
+def three_axes(graph, cluster):
     mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name in ("dp", "dp2", "tp")))
-    assert mesh.size == size
+    assert mesh.size == cluster.size
     return PlanBuilder(graph, mesh).finish("three")

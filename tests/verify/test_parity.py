@@ -250,7 +250,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(InputError, match="meta"):
         verify(copy.deepcopy(module).to("meta"), "tp=2", example=(args, kwargs))
     with pytest.raises(InputError, match="ranks=2"):
-        verify(module, lambda graph, world: None, example=(args, kwargs))
+        verify(module, lambda graph, cluster: None, example=(args, kwargs))
 
 
 def test_an_error_on_a_rank_comes_out():

@@ -113,6 +113,8 @@ def _assembled(
     leaves.check_writes()
     leaves.builder.notes += [*notes_of(module), *traced.notes]
     graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
+    classes = {path: type(part).__name__ for path, part in module.named_modules(remove_duplicate=False)}
+    graph = replace(graph, classes=classes)
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
     functions |= run_branches(lambda branch, operands: run_plain(graph.branches[branch], operands, functions))

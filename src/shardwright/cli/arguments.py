@@ -80,7 +80,7 @@ def _plan(parser: CommandParser) -> None:
     _outputs(parser)
     parser.add_argument("--seconds", type=float, metavar="S", help="time limit of the search")
     parser.add_argument("--full", action="store_true", help="show every op, parameter and collective too")
-    parser.add_argument("--constraints", type=Path, metavar="FILE", help="constraints on --plan auto (YAML)")
+    parser.add_argument("--constraints", type=Path, metavar="FILE", help="constraints on the plan (YAML)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the plan; default: nowhere")
 
 
@@ -217,8 +217,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def _model(parser: CommandParser, plan: str | None = "auto") -> None:
     parser.add_argument("model", help=MODEL)
     usual = "" if plan else "; default: dp=2, tp=2, zero3=2 and pp=2, one after the other"
-    parser.add_argument("--plan", default=plan, help=f'"dp=2,tp=2", the path of a plan file, or "auto"{usual}')
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks for --plan auto; other plans fix it")
+    about = f'"dp=2,tp=2", a plan file, a policy (mine.py:policy), "auto", or "auto,tp=2"{usual}'
+    parser.add_argument("--plan", default=plan, help=about)
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="number of ranks for auto and for policies; other plans fix it"
+    )
     parser.add_argument(
         "--microbatches", type=int, metavar="N", help="number of microbatches; default: chosen by the plan"
     )

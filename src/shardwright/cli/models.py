@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import re
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,9 @@ from ..formats import text as text_schema
 from ..ir import Graph
 from ..parallelize import captured_graph, cluster_size
 from ..plan import Plan
-from ..plan.request import read_source
+from ..plan.request import AutoPlan, is_policy, read_source
 from ..precision import NAMED
+from ..python_files import find_function
 from ..verify.parity import arguments_of, ranks_of
 from .arguments import MODEL
 
@@ -36,14 +34,7 @@ def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) ->
         raise InputError(f"--batch {batch} must be at least 1")
     if text.startswith("hf:"):
         return _hugging_face(Path(text.removeprefix("hf:")), batch or 8, seq, meta)
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise InputError(f"{text!r} does not name a model; write {MODEL}")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    make = getattr(module, name, None)
-    if not callable(make):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    make = find_function(text, f"a model; write {MODEL}")
     result = make()
     model, example = _parts(result, text)
     return model, example if batch is None else resize_batch(example, batch)
@@ -54,37 +45,6 @@ def graph_for(options: Namespace, plan: Plan) -> Graph:
     module, example = load_model(options.model, options.batch, options.seq, meta=True)
     names = (predicted["for"].get("precision") for predicted in plan.predicted.values())
     return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}")
-    name = path.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path.resolve():
-        return loaded
-    if loaded is not None or not name.isidentifier():
-        name = f"shardwright_model_{abs(hash(path.resolve()))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # generated code imports the model's functions from it
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _import_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"there is no module {name!r} ({error}); for a file write its path, ending in .py") from error
 
 
 def _parts(result: Any, text: str) -> tuple[nn.Module, Example]:
@@ -181,10 +141,11 @@ def check_memory(module: nn.Module, name: str) -> None:
 
 def count_devices(options: Namespace) -> int:
     """The number of ranks: the plan's, that of --ranks, or all of the cluster."""
-    if options.plan != "auto":
-        ranks = ranks_of(read_source(options.plan))
+    source = read_source(options.plan)
+    if not isinstance(source, AutoPlan) and not is_policy(source):
+        ranks = ranks_of(source)
         if options.ranks is not None and options.ranks != ranks:
             raise InputError(f"--ranks {options.ranks} does not fit --plan {options.plan}, which is for {ranks}")
         return ranks
     named = getattr(options, "cluster", None)
-    return options.ranks or (cluster_size(named, read_source("auto")) if named is not None else 1)
+    return options.ranks or (cluster_size(named, source) if named is not None else 1)

@@ -11,7 +11,7 @@ from ..capture import find_opaque
 from ..compile import write
 from ..errors import InputError
 from ..options import CompileOptions, PipelineOptions
-from ..plan.request import PlanRequest
+from ..plan.request import PlanRequest, read_source, source_size
 from ..plan.search_options import SearchOptions
 from ..verify import compile_program, first_difference, verify
 from .models import count_devices, load_model
@@ -33,7 +33,8 @@ def run_compile(options: Namespace, console: Console) -> int:
 
 def run_verify(options: Namespace, console: Console) -> int:
     module, example = load_model(options.model, options.batch, options.seq)
-    size = options.ranks if options.plan in ("auto", None) else None
+    open_size = options.plan is None or source_size(read_source(options.plan)) is None
+    size = options.ranks if open_size else None
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.trace and options.precision is not None:
         raise InputError("--trace compares ops in float64 or float32; leave out --precision")

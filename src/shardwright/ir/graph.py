@@ -182,11 +182,13 @@ class Graph:
     notes: tuple[str, ...] = field(default=())
     branches: Mapping[str, Graph] = field(default_factory=dict)  # graphs that ops of this one run, by name
     local_statistics: bool = False  # batch norms in training take those of a rank's own samples
+    classes: Mapping[str, str] = field(default_factory=dict)  # of the model's modules, by their paths
     returned: tuple[Output, ...] | None = None  # what the model gives back, where `outputs` leave some of it out
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
         object.__setattr__(self, "branches", MappingProxyType(dict(self.branches)))
+        object.__setattr__(self, "classes", MappingProxyType(dict(self.classes)))
 
     def is_batched(self, item: Input) -> bool:
         """Whether the dim 0 of an input is the batch."""

@@ -23,12 +23,13 @@ from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
+from .binder import bind
 from .builder import PlanBuilder
 from .clash import find_clash, format_bytes, with_memory
-from .constraints import Constraints
+from .constraint_kinds import Constraints
 from .context import SearchContext
 from .known_splits import known_splits
-from .limits import bind
+from .limits import ungathered
 from .mesh_fit import MeshFitter, MeshResult
 from .meshes import MeshCandidate, axis_names, left_out
 from .op_kinds import OpKinds
@@ -178,9 +179,9 @@ class _MeshSearch:
     def _try_without_gathers(self) -> None:
         """Fit all meshes with parameters that are never gathered: where nothing else fits, gathers may be why."""
         graph, limits = self.analysis.graph, self.frame.limits
-        most = {parameter.key: min(1, limits.most.get(parameter.key, 1)) for parameter in graph.parameters}
+        storing = {parameter.key: ungathered(limits.storing.get(parameter.key)) for parameter in graph.parameters}
         frame = SearchContext(
-            self.analysis, self.cluster, self.training, replace(limits, most=most),
+            self.analysis, self.cluster, self.training, replace(limits, storing=storing),
             size=self.size, per_replica=self.options.data_only, recompute=self.options.recompute,
         )  # fmt: skip
         self.fitter.context = frame

@@ -3,6 +3,7 @@
     builder.ops                        the ops that can be split, in order
     builder.roles(op)                  how an op can be split
     builder.split(op, axis, role)      split it so
+    builder.replicate(op, axis)        don't
     builder.store(key, axis, kind)     how a parameter is stored
     builder.recompute(path)            activation checkpointing of a module
     builder.chunk_loss(op, chunks)     make the logits of a loss in so many chunks of rows
@@ -20,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..errors import LayoutError, PlanError
 from ..ir import Graph, Op
 from ..ir.recompute import faults_of, layers_of, regions_of
-from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement
+from ..layout import INVARIANT, MB, REPLICATE, Axis, Layout, Mesh, Partial, Placement, fills_every_chunk
 from ..lower.chunked_loss import check_chunked, faults_of_losses
 from ..rules import FAN, PASS_PARTIAL, STRIPED, Analysis, Role, Rule, Signature, analyse, is_random, without_stripes
 from ..storage import Storage, parse_storage
@@ -40,6 +41,7 @@ class PlanBuilder:
         self.storage: dict[str, dict[str, int | str]] = {}
         self.recomputed: list[str] = []
         self.chunked: dict[str, int | None] = {}
+        self.unsplit: set[tuple[str, str]] = set()  # (op, axis): decided, and `finish` leaves it so
         self.foreseen: dict[str, frozenset[str]] = {}  # by axis: values whose sums over it are known beforehand
         self.striped = True  # stripes balance causal attention
         self.notes: list[str] = list(graph.notes)
@@ -58,6 +60,10 @@ class PlanBuilder:
     def chosen(self, op: Op, axis: Axis) -> str | None:
         return self.choices.get(op.name, {}).get(axis.name)
 
+    def is_open(self, op: Op, axis: Axis) -> bool:
+        """Whether nobody has decided what an op does on an axis."""
+        return self.chosen(op, axis) is None and (op.name, axis.name) not in self.unsplit
+
     def role_on(self, op: Op, axis: Axis) -> Role | None:
         """The role that an op is split on along an axis."""
         return self.signature(op).picked(self.chosen(op, axis))
@@ -69,6 +75,16 @@ class PlanBuilder:
             role = self.role_on(op, other) if other != axis else None
             size = size // other.size if role is not None and role.atom == atom else size
         return size
+
+    def divides(self, op: Op, axis: Axis, role: Role) -> bool:
+        """Whether the sizes of an op allow a split beside what other axes do, so that every device gets something."""
+        if not fills_every_chunk(self.left_of(op, axis, role.atom), axis.size):
+            return False
+        try:
+            self.signature(op).layouts({**self.choices.get(op.name, {}), axis.name: role.name}, self.mesh)
+        except PlanError:
+            return False
+        return True
 
     def split(self, op: Op, axis: Axis, role: Role) -> None:
         """Split an op on a role along an axis."""
@@ -84,6 +100,12 @@ class PlanBuilder:
                 "nothing; use another axis size"
             )
         self.choices.setdefault(op.name, {})[axis.name] = role.name
+        self.unsplit.discard((op.name, axis.name))
+
+    def replicate(self, op: Op, axis: Axis) -> None:
+        """Don't split an op along an axis, whatever is around it."""
+        self.choices.get(op.name, {}).pop(axis.name, None)
+        self.unsplit.add((op.name, axis.name))
 
     def store(self, key: str, axis: Axis, kind: int | str) -> None:
         """Shard a parameter's optimizer state (1), gradient too (2), or all of it (3) along an axis (see `storage`)."""
@@ -234,7 +256,7 @@ class PlanBuilder:
         partial: set[str] = set()
         sinks, foreseen = set(self.graph.sinks()), self.foreseen.get(axis.name, frozenset())
         for op in self.graph.ops:
-            if self.chosen(op, axis) is None:
+            if self.is_open(op, axis):
                 group = self._open_group(op, partial, sinks, axis)
                 if group is not None:
                     self.choices.setdefault(op.name, {})[axis.name] = f"{PASS_PARTIAL}{group}"
@@ -280,7 +302,7 @@ class PlanBuilder:
         they read is summed over the axis anyway, for another op that reads it, or over the axis around this one.
         """
         lean, sinks = {op.name for op in self.analysis.lean}, set(self.graph.sinks())
-        unsplit = [op for op in self.graph.ops if self.chosen(op, axis) is None and self._has_gradient(op)]
+        unsplit = [op for op in self.graph.ops if self.is_open(op, axis) and self._has_gradient(op)]
         candidates = {op.name: op for op in unsplit if op.name not in lean and axis.name != MB}
         for _ in tuple(candidates):
             handed: dict[str, Op] = {}

@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
 from ..cost import TrainingSetup
-from .constraints import (
+from .binder import sizes_of
+from .constraint_kinds import (
     AxisConstraint,
+    ChoiceConstraint,
     ChunkedLossConstraint,
     Constraint,
     Constraints,
     ConstraintSource,
+    DevicesConstraint,
     MemoryConstraint,
     PipelineConstraint,
     RecomputeConstraint,
@@ -32,7 +35,6 @@ from .constraints import (
     ZeroConstraint,
 )
 from .context import SearchContext
-from .limits import sizes_of
 
 SECONDS = 60.0
 """How long to look for what can be left out."""
@@ -85,7 +87,9 @@ REMEDIES: dict[type, str] = {
     SameSplitConstraint: "leave out the modules that differ",
     ChunkedLossConstraint: "leave it to the search whether logits are made in chunks",
     RecomputeConstraint: "leave it to the search what is recomputed",
-    ZeroConstraint: "allow a higher level",
+    ZeroConstraint: "allow another level",
+    ChoiceConstraint: "leave it to the search, or choose a split that goes with the rest",
+    DevicesConstraint: "leave it to the search which devices a stage has",
     PipelineConstraint: "leave it to the search",
     StageCutConstraint: "leave it to the search where stages begin",
 }

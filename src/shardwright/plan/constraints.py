@@ -1,216 +1,72 @@
 """Constraints on a plan, written in YAML or as a list of dicts, and parsed once.
 
     - {axis: tp, size: 8, inside: node}                     the mesh has an axis tp (size and inside may be left out)
+    - {axis: tp, size: {min: 2, max: 8}}                    its size is one of these; either end may be left out
     - {axis: dp, splits: batch}                             and an axis dp that splits the batch and nothing else
     - {module: "model.layers.*.mlp.up", split: n, on: tp}   ops there that have the label n are split on it
-    - {class: LlamaRMSNorm, replicated: true, on: tp}            ops there are not split on tp; without `on`, on no axis
+    - {parameter: "model.layers.*.up.weight", split: 0}     ops that read these are split on what their dim 0 is
+    - {module: lm_head, split: true, on: tp}                ops there are split, on whatever they can be
+    - {class: LlamaRMSNorm, replicated: true, on: tp}       ops there are not split on tp; without `on`, on no axis
     - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
     - {memory: 70GiB}                                       memory limit of a device
     - {module: "model.layers.0", recompute: false}          not recomputed in backward (true: has to be)
     - {chunked_loss: 8}                                     logits in 8 chunks of rows (true: in the usual number)
     - {module: lm_head, zero: 1}                            the highest ZeRO level of its parameters
-    - {stages: 4}                                           a pipeline of so many stages (1: none)
-    - {microbatches: 16}                                    the number of microbatches
+    - {zero: {min: 2}, on: dp}                              at least ZeRO-2 along dp
+    - {stages: 4}                                           a pipeline of so many stages (1: none), or a range
+    - {microbatches: 16}                                    the number of microbatches, or a range
     - {schedule: 1f1b}                                      its schedule
     - {module: "model.layers.8", cut: before}               a stage begins with it
     - {module: "model.layers.*", cut: never}                each of these modules is on one stage
 
 What an entry applies to is set by `module` (a path, where a star stands for a name; what is in the module is included),
-by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are given must match, of a list one.
-`limits` resolves them for a graph.
+by `class` (of a module), by `op` ("aten.linear", "linear" or its name in plan files), by `line` ("gpt.py:40" or
+"gpt.py:40-52") and by `parameter` (its key). All that are given must match, of a list one. `limits` resolves them.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..cluster import quantity
 from ..errors import PlanError, ScheduleError, raise_all
 from ..formats import integer, show
-from ..ir import Op
-from ..ir.paths import prefixes
 from ..layout import MOST_DEVICES
-from ..rules import without_stripes
 from ..schedule import schedule_kind
+from ..storage import SHARDED_KINDS
 from .constraint_file import load_entries, show_entry
+from .constraint_kinds import (
+    LINE,
+    AxisConstraint,
+    ChunkedLossConstraint,
+    Constraint,
+    Constraints,
+    ConstraintsLike,
+    ConstraintSource,
+    MemoryConstraint,
+    PipelineConstraint,
+    Range,
+    RecomputeConstraint,
+    ReplicateConstraint,
+    SameSplitConstraint,
+    SplitConstraint,
+    StageCutConstraint,
+    Target,
+    ZeroConstraint,
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConstraintSource:
-    """An entry as it was written, and where."""
+def read_constraints(
+    source: ConstraintsLike | None, classes: Mapping[str, str] | None = None, *, axes_known: bool = False
+) -> Constraints:
+    """Constraints from a YAML file or a list of dicts. Every fault is named at once, with the number of its entry.
 
-    text: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.text}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What an entry applies to. An empty target is everything."""
-
-    modules: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
-    ops: tuple[str, ...] = ()
-
-    def place(self, path: str, classes: Mapping[str, str]) -> str | None:
-        """The outermost module at or above a path that is meant ("" is the model); None if none is."""
-        above = ["", *prefixes(path)]
-        matches = [""]
-        if self.modules:
-            matches += [
-                next((module for module in above if any(_is_like(module, pattern) for pattern in self.modules)), "?")
-            ]
-        if self.classes:
-            matches += [next((module for module in above if classes.get(module) in self.classes), "?")]
-        return None if "?" in matches else max(matches, key=len)
-
-    def takes(self, op: Op, classes: Mapping[str, str]) -> bool:
-        return self.place(op.module_path, classes) is not None and (not self.ops or self._names(op))
-
-    def _names(self, op: Op) -> bool:
-        kind = re.sub(r"\.\d+$", "", op.name.rpartition(" / ")[2])
-        known = (op.target, op.target.rpartition(".")[0], *op.target.split(".")[1:2], kind)
-        return any(fnmatchcase(name, pattern) for name in known for pattern in self.ops)
-
-
-def _is_like(path: str, pattern: str) -> bool:
-    """Whether a path is one that a pattern names: part by part, a star within its part."""
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisConstraint:
-    """The mesh has an axis of this name. `inside`: each group is on one node; `data`: it splits the batch only."""
-
-    name: str
-    size: int | None = None
-    inside: bool = False
-    data: bool = False
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitConstraint:
-    """Ops that have a label are split on it, on one axis or on any."""
-
-    target: Target
-    label: str
-    on: str | None = None
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicateConstraint:
-    """Ops are not split, on one axis or on all."""
-
-    target: Target
-    on: str | None = None
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameSplitConstraint:
-    """The op of one name in several modules is split in the same way in all."""
-
-    target: Target
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConstraint:
-    """The memory limit of a device."""
-
-    bytes: float
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputeConstraint:
-    """Modules have to be recomputed in backward, or must not be."""
-
-    target: Target
-    wanted: bool
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLossConstraint:
-    """The logits of losses are made in chunks of rows: in so many, the usual number (None), or not at all (0)."""
-
-    target: Target
-    chunks: int | None
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroConstraint:
-    """The highest ZeRO level of parameters."""
-
-    target: Target
-    level: int
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConstraint:
-    """What a pipeline has to be like: its `stages`, `microbatches` or `schedule`."""
-
-    what: str
-    value: int | str
-    source: ConstraintSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCutConstraint:
-    """A stage begins with each of some modules, or none of them is cut."""
-
-    target: Target
-    before: bool
-    source: ConstraintSource
-
-
-class ChoiceDemand(NamedTuple):
-    """A demand on an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
-
-    picks: tuple[str, ...]
-    axis: str | None = None
-    every: bool = True
-
-    def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
-        picked = (choice.get(axis, "") for axis in (names if self.axis is None else (self.axis,)))
-        return (all if self.every else any)(without_stripes(pick) in self.picks for pick in picked)
-
-
-Constraint = (
-    AxisConstraint | SplitConstraint | ReplicateConstraint | SameSplitConstraint | MemoryConstraint
-    | RecomputeConstraint | ChunkedLossConstraint | ZeroConstraint | PipelineConstraint | StageCutConstraint
-)  # fmt: skip
-ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
-    """All constraints, and the class of every module of the model by its path."""
-
-    items: tuple[Constraint, ...] = ()
-    classes: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that are named."""
-        return tuple(dict.fromkeys(item.name for item in self.items if isinstance(item, AxisConstraint)))
-
-
-def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] | None = None) -> Constraints:
-    """Constraints from a YAML file or a list of dicts. Every fault is named at once, with the number of its entry."""
+    `axes_known`: something beside them says which axes there are.
+    """
     if source is None:
         return Constraints(classes=classes or {})
     entries, where = (source, "constraints, ")
@@ -221,7 +77,7 @@ def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] 
     reader = _Reader()
     items = [reader.entry(entry, f"{where}entry {number}") for number, entry in enumerate(entries, 1)]
     constraints = tuple(item for item in items if item is not None)
-    reader.faults += _unknown_axes(constraints)
+    reader.faults += () if axes_known else _unknown_axes(constraints)
     raise_all(PlanError, "the constraints make no sense:", reader.faults)
     return Constraints(items=constraints, classes=classes or {})
 
@@ -230,30 +86,32 @@ def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
     items = tuple(items)
     names = list(dict.fromkeys(item.name for item in items if isinstance(item, AxisConstraint)))
     for item in items:
-        if isinstance(item, SplitConstraint | ReplicateConstraint) and item.on is not None and item.on not in names:
+        if isinstance(item, ON_AN_AXIS) and item.on is not None and item.on not in names:
             known = f"the entries name {', '.join(names)}" if names else "no entry names an axis"
             yield f"{item.source}: there is no axis {item.on!r}, {known}; add {{axis: {item.on}}}"
     if len(names) > 3:
         yield f"the entries name {len(names)} axes ({', '.join(names)}); a mesh has 3 at most"
 
 
-_TARGET = ("module", "class", "op")
+ON_AN_AXIS = (SplitConstraint, ReplicateConstraint, ZeroConstraint)
+"""What may name an axis."""
+_TARGET = ("module", "class", "op", "line")
 _FIELDS = {
     "axis": ("size", "inside", "splits"),
-    "split": (*_TARGET, "on"),
+    "split": (*_TARGET, "parameter", "on"),
     "replicated": (*_TARGET, "on"),
     "together": _TARGET,
     "memory": (),
     "recompute": ("module", "class"),
     "chunked_loss": _TARGET,
-    "zero": _TARGET,
+    "zero": (*_TARGET, "parameter", "on"),
     "stages": (),
     "microbatches": (),
     "schedule": (),
     "cut": ("module", "class"),
 }
 """What an entry asks for, and its other fields."""
-_AXIS = re.compile(r"[a-z]p\d?")
+AXIS = re.compile(r"[a-z]p\d?")
 MOST_STAGES = 2**16  # and microbatches
 
 
@@ -287,21 +145,25 @@ class _Reader:
         return constraint if len(self.faults) == before else None
 
     def _axis(self, data: Mapping[str, Any], source: ConstraintSource) -> AxisConstraint:
-        name, size = data["axis"], data.get("size")
-        if not isinstance(name, str) or not _AXIS.fullmatch(name):
+        name = data["axis"]
+        if not isinstance(name, str) or not AXIS.fullmatch(name):
             self.faults.append(f"{source}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
-        if size is not None and integer(2, MOST_DEVICES)(size):
-            self.faults.append(f"{source}: {show(size)} is no size of an axis; it is 2 or more, up to {MOST_DEVICES}")
+        size = self._range(data, "size", (2, MOST_DEVICES), "size of an axis", source) if "size" in data else None
         self._is_one_of(data, "inside", ["node"], source)
         self._is_one_of(data, "splits", ["batch"], source)
         return AxisConstraint(name=str(name), size=size, inside="inside" in data, data="splits" in data, source=source)
 
     def _split(self, data: Mapping[str, Any], source: ConstraintSource) -> SplitConstraint:
-        if not isinstance(data["split"], str) or not data["split"]:
-            self.faults.append(f"{source}: split names a label such as n, or batch, or sequence")
+        label = data["split"]
+        if label is not True and (isinstance(label, bool) or not isinstance(label, str | int) or label == ""):
+            self.faults.append(
+                f"{source}: split names a label such as n, or batch, or sequence, or the number of a dim; true: any"
+            )
+            label = True
         return SplitConstraint(
-            target=self._target(data, source), label=str(data["split"]), on=self._on(data, source), source=source
-        )
+            target=self._target(data, source), label=None if label is True else label, on=self._on(data, source),
+            source=source,
+        )  # fmt: skip
 
     def _replicated(self, data: Mapping[str, Any], source: ConstraintSource) -> ReplicateConstraint:
         self._is_one_of(data, "replicated", [True], source)
@@ -339,17 +201,37 @@ class _Reader:
         return ChunkedLossConstraint(target=self._target(data, source), chunks=count, source=source)
 
     def _zero(self, data: Mapping[str, Any], source: ConstraintSource) -> ZeroConstraint:
-        self._is_one_of(data, "zero", [0, 1, 2, 3], source)
-        level = data["zero"] if isinstance(data["zero"], int) else 0
-        return ZeroConstraint(target=self._target(data, source), level=level, source=source)
+        most = len(SHARDED_KINDS)
+        if isinstance(data["zero"], Mapping):
+            level = self._range(data, "zero", (0, most), "ZeRO level", source) or Range()
+        else:
+            self._is_one_of(data, "zero", list(range(most + 1)), source)
+            level = Range(0, data["zero"] if isinstance(data["zero"], int) else 0)
+        return ZeroConstraint(target=self._target(data, source), zero=level, on=self._on(data, source), source=source)
+
+    def _range(
+        self, data: Mapping[str, Any], key: str, ends: tuple[int, int], what: str, source: ConstraintSource
+    ) -> Range | None:
+        """A number, or {min: 2, max: 8}; None if it is neither."""
+        value, (lowest, highest) = data[key], ends
+        bounds = {"min": value, "max": value} if not isinstance(value, Mapping) else dict(value)
+        strange = [name for name in bounds if name not in ("min", "max")]
+        wrong = [number for number in bounds.values() if integer(lowest, highest)(number)]
+        if wrong or strange or not bounds:
+            shown = show(wrong[0] if wrong else value)
+            self.faults.append(f"{source}: {shown} is no {what}; it is {lowest} or more, up to {highest}, or a range "
+                               "such as {min: 2, max: 8}")  # fmt: skip
+            return None
+        least, most = bounds.get("min", lowest), bounds.get("max", math.inf)
+        if least > most:
+            self.faults.append(f"{source}: no {what} is {least} or more and {most} or less")
+            return None
+        return Range(least, most)
 
     def _count(self, data: Mapping[str, Any], source: ConstraintSource) -> PipelineConstraint:
         (what,) = (key for key in data if key in ("stages", "microbatches"))
-        value = data[what]
-        if integer(1, MOST_STAGES)(value):
-            self.faults.append(f"{source}: {show(value)} is no number of {what}; it is 1 or more, up to {MOST_STAGES}")
-            value = 1
-        return PipelineConstraint(what=what, value=value, source=source)
+        value = self._range(data, what, (1, MOST_STAGES), f"number of {what}", source)
+        return PipelineConstraint(what=what, value=value or Range(1, 1), source=source)
 
     _stages = _microbatches = _count
 
@@ -378,7 +260,11 @@ class _Reader:
         return on if isinstance(on, str) else None
 
     def _target(self, data: Mapping[str, Any], source: ConstraintSource) -> Target:
-        return Target(**{field: self._names(data, key, source) for key, field in _PLURALS.items()})
+        target = Target(**{field: self._names(data, key, source) for key, field in _PLURALS.items()})
+        for line in target.lines:
+            if not LINE.fullmatch(line):
+                self.faults.append(f"{source}: {line!r} is no line of the model; write gpt.py:40 or gpt.py:40-52")
+        return target
 
     def _names(self, data: Mapping[str, Any], key: str, source: ConstraintSource) -> tuple[str, ...]:
         value = data.get(key, ())
@@ -390,4 +276,4 @@ class _Reader:
         return tuple(names)
 
 
-_PLURALS = {"module": "modules", "class": "classes", "op": "ops"}
+_PLURALS = {"module": "modules", "class": "classes", "op": "ops", "line": "lines", "parameter": "parameters"}

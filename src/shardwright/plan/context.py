@@ -18,7 +18,7 @@ from .op_kinds import OpKinds
 from .problem_structure import ProblemStructure
 from .search import least_memory
 from .spaces import ChoiceSpaces
-from .storage_options import StoragePricing
+from .storage_options import StorageExcluded, StoragePricing
 from .tables import Tables
 
 
@@ -48,7 +48,7 @@ class SearchContext:
         mine, others = self.limits, other.limits
         if self.analysis is not other.analysis or (self.training, self.recompute) != (other.training, other.recompute):
             return False
-        structural = ("together", "most", "must", "never", "chunked")
+        structural = ("together", "storing", "must", "never", "chunked")
         if any(getattr(mine, name) != getattr(others, name) for name in structural):
             return False
         demands_of_kind: dict[int, object] = {}
@@ -113,8 +113,12 @@ class SearchContext:
         constrained = {kinds.of[name] for name in (*limits.demands, *limits.together)}
         if not all(spaces.of(kind).size for kind in constrained) or not all(skeleton.layers.values()):
             return None
-        replica_axes, storing = candidate.data if self.per_replica else (), StoragePricing(spaces, most=limits.most)
-        return self._remember(Tables(skeleton, spaces, storing, replica_axes, other=self._other(skeleton)))
+        storing = StoragePricing(spaces, limits=limits.storing)
+        replica_axes = candidate.data if self.per_replica else ()
+        try:
+            return self._remember(Tables(skeleton, spaces, storing, replica_axes, other=self._other(skeleton)))
+        except StorageExcluded:
+            return None
 
     def _other(self, skeleton: ProblemStructure) -> Tables | None:
         return self._first.get(id(skeleton))

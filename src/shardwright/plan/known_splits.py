@@ -15,7 +15,7 @@ from .context import SearchContext
 from .meshes import MeshCandidate, divisors
 from .policies import build_plan
 from .spaces import ChoiceSpaces, FixedChoices
-from .storage_options import StoragePricing
+from .storage_options import StorageExcluded, StoragePricing
 from .strings import parse_plan_string
 from .tables import Tables
 
@@ -42,10 +42,12 @@ def known_splits(context: SearchContext) -> Iterator[tuple[MeshCandidate, Tables
             moves = ReshardTables(plan.mesh, context.cluster)
             spaces = ChoiceSpaces(kinds, moves, fixed=FixedChoices(choices))
             replica_axes = plan.mesh.names if context.per_replica else ()
-            yield (
-                MeshCandidate(plan.mesh, data=tuple(replica_axes)),
-                Tables(context.plain, spaces, StoragePricing(spaces, most=limits.most), tuple(replica_axes)),
-            )
+            storing = StoragePricing(spaces, limits=limits.storing)
+            try:
+                tables = Tables(context.plain, spaces, storing, tuple(replica_axes))
+            except StorageExcluded:
+                continue
+            yield MeshCandidate(plan.mesh, data=tuple(replica_axes)), tables
 
 
 def _strings(size: int, per_replica: bool) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ..cluster import Cluster
 from ..cost import flops, is_matmul
 from ..layout import Axis, Mesh
 from ..rules import Analysis
-from .constraints import AxisConstraint
+from .constraint_kinds import AxisConstraint
 
 NAMES = ("x", "y", "z")
 
@@ -101,7 +101,7 @@ def name_axes(
 
 
 def _fits(constraint: AxisConstraint, mesh: Mesh, cluster: Cluster) -> bool:
-    if constraint.size is not None and mesh.sizes[constraint.name] != constraint.size:
+    if constraint.size is not None and mesh.sizes[constraint.name] not in constraint.size:
         return False
     return not constraint.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (constraint.name,)))
 

@@ -7,8 +7,9 @@ depends on inputs alone, which is computed for all of them first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..cost import flops
 from ..errors import PlanError
@@ -19,7 +20,9 @@ from ..rules import Analysis, analyse
 from ..rules.replica_axes import replicas
 from ..schedule import USUAL, Schedule, fewer, forward_only, schedule_kind, spread
 from .builder import PlanBuilder
+from .by_hand import decide
 from .chunking import continued_chunks
+from .limits import Limits
 from .plan import Plan, PlanStage
 from .policies import apply, dp, tp
 from .stages import OpSequence, balanced
@@ -54,6 +57,26 @@ def pipeline_ranks_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(pp_ranks)
 
 
+Decide = Callable[[PlanBuilder, Collection[str]], None]
+"""Writes to the plan builder of a mesh what is decided for the ops that run on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedOps:
+    """Ops by stage, the mesh of each stage with its devices, and how they run.
+
+    schedule   the name of a known schedule, or of `steps`
+    local      each microbatch is a batch of its own
+    """
+
+    parts: tuple[tuple[str, ...], ...]
+    meshes: tuple[Mesh, ...]
+    microbatches: int
+    schedule: str
+    steps: Mapping[str, Any] | None = None
+    local: bool = False
+
+
 def build_pipeline(
     graph: Graph,
     request: PolicyRequest,
@@ -61,9 +84,10 @@ def build_pipeline(
     cluster: str = "",
     microbatches: int | None = None,
     local: bool = False,
+    limits: Limits | None = None,
 ) -> Plan:
-    """The plan that a plan string with stages, or with microbatches, asks for."""
-    analysis = analysis or analyse(graph)
+    """The plan that a plan string with stages, or with microbatches, asks for, under constraints."""
+    analysis, limits = analysis or analyse(graph), limits or Limits()
     request, notes = refine(request, analysis, tp)
     stages = request.stages or (request.mesh.size,)
     kind = request.schedule or USUAL
@@ -71,52 +95,78 @@ def build_pipeline(
     count = microbatches or usual_microbatches(graph, len(stages), groups)
     check_microbatches(graph, count, groups, local)
     line = OpSequence(analysis)
-    cuts = balanced(line, [flops(analysis.signatures[op.name]) for op in line.ops], len(stages) * kind.stages_per_rank)
-    drawn = {size: _drawn(analysis, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
-    pp_ranks = pipeline_ranks_of(stages)
-    meshes = [replace(drawn[len(pp_rank)].mesh_inside, devices=pp_rank) for pp_rank in pp_ranks]
-    policies = [(meshes[pp_rank], drawn[len(pp_ranks[pp_rank])].choices) for (pp_rank,) in kind.holders(len(stages))]
-    planned = tuple(
-        PlanStage(
-            mesh=mesh,
-            choices={name: choices.get(name, {}) for name in part},
-            recompute=_recomputed(line, part, drawn[mesh.size].recomputed),
-            chunked_loss=_inside(part, drawn[mesh.size].chunked_loss),
-        )
-        for part, (mesh, choices) in zip(line.parts(cuts), policies, strict=True)
-    )
-    plans = [stage_policy.plan for stage_policy in drawn.values()]
-    return replace(
-        plans[0],
-        storage={key: stored for plan in plans for key, stored in plan.storage.items()},
-        notes=tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
-        policy=str(request),
-        cluster=cluster,
-        entries={graph.entry: planned},
+    cuts = _cuts(line, len(stages) * kind.stages_per_rank, limits)
+    meshes = [replace(request.mesh_of(len(own)), devices=own) for own in pipeline_ranks_of(stages)]
+    staged = StagedOps(
+        parts=line.parts(cuts),
+        meshes=tuple(meshes[pp_rank] for (pp_rank,) in kind.holders(len(stages))),
         microbatches=count,
         schedule=kind.name,
         local=local,
     )
 
+    def both(builder: PlanBuilder, names: Collection[str]) -> None:
+        builder.notes += notes
+        apply(builder, request, builder.mesh.size // (1 if local else count))
+        decide(builder, limits, names)
+
+    plan = assemble(analysis, staged, both)
+    return replace(plan, policy=str(request), cluster=cluster)
+
+
+def _cuts(line: OpSequence, count: int, limits: Limits) -> tuple[int, ...]:
+    """Where a line is cut into stages: before the modules that constraints name, or so that stages are balanced."""
+    if not limits.pivots:
+        return balanced(line, [flops(line.analysis.signatures[op.name]) for op in line.ops], count)
+    return line.cuts_before(limits.pivots, count)
+
+
+def assemble(analysis: Analysis, staged: StagedOps, decide: Decide) -> Plan:
+    """The plan of ops that are cut into stages. `decide` is called once for each mesh."""
+    graph = analysis.graph
+    names_on: dict[tuple[Axis, ...], set[str]] = {}
+    for part, mesh in zip(staged.parts, staged.meshes, strict=True):
+        names_on.setdefault(mesh.axes, set()).update(part)
+    count = 1 if staged.local else staged.microbatches
+    drawn = {axes: _drawn(analysis, Mesh(axes=axes), count, decide, names) for axes, names in names_on.items()}
+    planned = tuple(
+        PlanStage(
+            mesh=mesh,
+            choices={name: drawn[mesh.axes].choices.get(name, {}) for name in part},
+            recompute=_recomputed(graph, part, drawn[mesh.axes].recomputed),
+            chunked_loss=_inside(part, drawn[mesh.axes].chunked_loss),
+        )
+        for part, mesh in zip(staged.parts, staged.meshes, strict=True)
+    )
+    plans = [builder.plan for builder in drawn.values()]
+    return replace(
+        plans[0],
+        storage={key: stored for plan in plans for key, stored in plan.storage.items()},
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        entries={graph.entry: planned},
+        microbatches=staged.microbatches,
+        schedule=staged.schedule,
+        steps=staged.steps,
+        local=staged.local,
+    )
+
 
 class _Drawn:
-    """What the policies of a stage choose for the whole graph."""
+    """What is chosen on a mesh, for the whole graph."""
 
-    def __init__(self, builder: PlanBuilder, mesh: Mesh) -> None:
+    def __init__(self, builder: PlanBuilder) -> None:
         self.plan = builder.finish("")
         self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(builder.graph.entry)
         self.recomputed = tuple(builder.recomputed)
         self.chunked_loss = self.plan.stages[0].chunked_loss
-        self.mesh_inside = mesh
 
 
-def _drawn(analysis: Analysis, request: PolicyRequest, size: int, microbatches: int) -> _Drawn:
-    mesh = request.mesh_of(size)
+def _drawn(analysis: Analysis, mesh: Mesh, microbatches: int, decide: Decide, names: Collection[str]) -> _Drawn:
     builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
         split_in_time(builder, Axis(name=MB, size=microbatches))
-    apply(builder, request, size)
-    return _Drawn(builder, mesh)
+    decide(builder, names)
+    return _Drawn(builder)
 
 
 def split_in_time(builder: PlanBuilder, axis: Axis) -> None:
@@ -156,9 +206,9 @@ def _read_replicated(builder: PlanBuilder, axis: Axis, op: Op, value: str) -> bo
     return False
 
 
-def _recomputed(line: OpSequence, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
+def _recomputed(graph: Graph, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
     inside = set(part)
-    return tuple(path for path in paths if any(op.name in inside for op in line.graph.under[path]))
+    return tuple(path for path in paths if any(op.name in inside for op in graph.under[path]))
 
 
 def _inside(part: Sequence[str], chunked_loss: Mapping[str, int]) -> dict[str, int]:
@@ -225,12 +275,12 @@ def continue_pipeline(plan: Plan, analysis: Analysis) -> Plan:
     parts = parts_like(line, known, len(plan.stages))
     count = 1 if plan.local else microbatches_of(plan, graph)
     chunked, notes = continued_chunks(plan, graph, count)
-    drawn = {mesh: _again(plan, analysis, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
+    drawn = {mesh: same_choices(plan, analysis, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
     planned = tuple(
         PlanStage(
             mesh=stage.mesh,
             choices={name: drawn[stage.mesh].get(name, {}) for name in part},
-            recompute=_recomputed(line, part, [path for path in stage.recompute if not faults_of(graph, path)]),
+            recompute=_recomputed(graph, part, [path for path in stage.recompute if not faults_of(graph, path)]),
             chunked_loss=_inside(part, chunked),
         )
         for stage, part in zip(plan.stages, parts, strict=True)
@@ -253,7 +303,7 @@ def parts_like(line: OpSequence, known: Mapping[str, int], count: int) -> tuple[
     return line.settled(stage_of, count)
 
 
-def _again(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
+def same_choices(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int = 1) -> Mapping[str, Mapping[str, str]]:
     """What ops do on a mesh, by what those of the same names do on it."""
     builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
@@ -265,6 +315,6 @@ def _again(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int) -> Map
                 continue
             for axis in mesh.axes:
                 role = builder.signature(op).picked(choice.get(axis.name))
-                if role is not None and role.fills(axis.size):
+                if role is not None and role.fills(axis.size) and builder.divides(op, axis, role):
                     builder.split(op, axis, role)
     return builder.finish("").choices(analysis.graph.entry)

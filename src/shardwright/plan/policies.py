@@ -193,11 +193,13 @@ POLICIES: dict[str, Policy] = {
 
 
 def build_plan(
-    graph: Graph, request: PolicyRequest, analysis: Analysis | None = None, cluster: str = "", *, lenient: bool = False
-) -> Plan:
+    graph: Graph, request: PolicyRequest, analysis: Analysis | None = None, cluster: str = "", *,
+    lenient: bool = False, afterwards: Callable[[PlanBuilder], None] | None = None,
+) -> Plan:  # fmt: skip
     """The plan that a plan string asks for.
 
-    With `lenient` (a last batch), an axis that is too large is not used, and axes are refined as the request says.
+    `afterwards` has the last word. With `lenient` (a last batch), an axis that is too large is not used, and axes are
+    refined as the request says.
     """
     analysis, notes = analysis or analyse(graph), tuple[str, ...]()
     if not lenient:
@@ -206,6 +208,8 @@ def build_plan(
     builder = PlanBuilder(graph, request.mesh, analysis, lenient=lenient)
     builder.notes += notes
     apply(builder, request)
+    if afterwards is not None:
+        afterwards(builder)
     return builder.finish(str(request), cluster)
 
 

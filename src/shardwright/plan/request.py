@@ -4,7 +4,9 @@
     "dp=2,tp=2", {"dp": 2, "tp": 2}     PolicyRequest
     "plan.json", Path("plan.json")      PlanFile
     a Plan                              itself
-    a function (graph, devices)         itself
+    "auto,pp=2,tp=2"                    AutoPlan within what the string says
+    a policy (graph, cluster)           itself
+    "mine.py:policy"                    the policy of that name
 
 `read_source` parses what people pass as `plan=`; from there on there are types. Whatever else a plan depends on
 (the cluster, how the model is trained, the memory limit, constraints, microbatches) is in the request too.
@@ -13,33 +15,50 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..errors import PlanError
 from ..formats import read_json
 from ..ir import Graph
+from ..python_files import find_function
+from .constraint_kinds import Constraint
 from .file import load, validated
 from .plan import Plan
+from .policy_builder import PolicyBuilder
 from .search_options import SearchOptions
+from .string_constraints import string_constraints
 from .strings import AUTO, PolicyRequest, parse_plan_string, plan_text
 
-PolicyFunction = Callable[[Graph, int], Plan]
+PolicyFunction = Callable[[Graph, Cluster], Plan | PolicyBuilder]
 PlanLike = str | Path | Plan | Mapping[str, Any] | PolicyFunction
 """What a user may pass as `plan=`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """The search finds the plan."""
+    """The search finds the plan. `within`: what a plan string after the word says of it."""
+
+    within: PolicyRequest | None = None
 
     def __str__(self) -> str:
-        return "auto"
+        return "auto" if self.within is None else f"auto,{self.within}"
+
+    def constraints(self) -> tuple[Constraint, ...]:
+        """What the string says, as constraints."""
+        return () if self.within is None else tuple(string_constraints(self.within, str(self)))
+
+
+class ReadablePlan(Protocol):
+    """A plan that is read for a graph when that is known."""
+
+    def load(self, graph: Graph) -> Plan: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +87,7 @@ class PlanFile:
         return len(devices) or math.prod(self.data["mesh"].values())
 
 
-PlanSource = AutoPlan | PolicyRequest | PlanFile | Plan | PolicyFunction
+PlanSource = AutoPlan | PolicyRequest | PlanFile | Plan | PolicyFunction | ReadablePlan
 """Where a plan comes from."""
 
 
@@ -94,8 +113,8 @@ class PlanRequest:
 
     @property
     def searches(self) -> bool:
-        """Whether the plan is searched for."""
-        return isinstance(self.source, AutoPlan)
+        """Whether the plan is searched for, or may be: by a policy that leaves something open."""
+        return isinstance(self.source, AutoPlan) or is_policy(self.source)
 
 
 def read_source(plan: PlanLike) -> PlanSource:
@@ -105,13 +124,31 @@ def read_source(plan: PlanLike) -> PlanSource:
     if isinstance(plan, Mapping):
         plan = plan_text(plan)
     if isinstance(plan, str):
-        return AutoPlan() if plan == AUTO else parse_plan_string(plan)
+        return _read_string(plan)
     if not isinstance(plan, Plan) and not callable(plan):
         raise PlanError(
             f'the plan is a {type(plan).__name__}; pass "auto", a plan string such as "dp=2,tp=2", a Plan, the path of '
-            "a plan file, or a function of a graph and a number of devices"
+            "a plan file, or a policy: a function of a graph and a cluster, or its name (mine.py:policy)"
         )
     return plan
+
+
+_FUNCTION = re.compile(r"[\w./\\-]+:[A-Za-z_]\w*")
+
+
+def _read_string(text: str) -> PlanSource:
+    if _FUNCTION.fullmatch(text):
+        function: PolicyFunction = find_function(text, "a policy; write FILE.py:FUNCTION or MODULE:FUNCTION")
+        return function
+    word, _, words = text.replace(" ", "").partition(",")
+    if word == AUTO:
+        return AutoPlan(parse_plan_string(words)) if words else AutoPlan()
+    return parse_plan_string(text)
+
+
+def is_policy(source: PlanSource) -> bool:
+    """Whether a source is a policy: a function of a graph and a cluster."""
+    return callable(source) and not isinstance(source, Plan)
 
 
 def source_size(source: PlanSource) -> int | None:

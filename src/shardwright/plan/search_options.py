@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .constraints import Constraints
+from .constraint_kinds import Constraints
 
 Progress = Callable[[str, float], None]
 """Called with the mesh being tried, and the best time so far in seconds (infinity if there is none)."""

@@ -32,7 +32,7 @@ from ..layout import Axis, Layout
 from ..memory.flow import op_bytes
 from ..ops.contexts import AlgorithmCollective
 from ..rules import FAN, PASS_PARTIAL, Role, Signature, without_stripes
-from .constraints import ChoiceDemand
+from .constraint_kinds import ChoiceDemand
 from .op_kinds import OpKinds
 
 MOST = 2

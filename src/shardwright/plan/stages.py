@@ -90,6 +90,28 @@ class OpSequence:
                 places.append(at)
         return tuple(places)
 
+    def cuts_before(self, ops: Sequence[Op], count: int) -> tuple[int, ...]:
+        """Where `count` stages begin that begin with these ops, the first aside."""
+        at = sorted({self.place_of(op) for op in ops} - {0, len(self.ops)})
+        if len(at) + 1 != count:
+            raise PlanError(
+                f"{count} stages are asked for, and {len(at)} modules that one begins with; name {count - 1}, each of "
+                "which has ops before it, or none"
+            )
+        for place in at:
+            region = self.ops[place].region
+            if region is not None and region == self.ops[place - 1].region:
+                raise PlanError(
+                    f"a stage can't begin with {self.ops[place]}, which is inside of a region that the model "
+                    "checkpoints; cut before or after it"
+                )
+        return tuple(at)
+
+    def place_of(self, op: Op) -> int:
+        """The place of an op, or of the next one on the line if it is not on it."""
+        later = self.graph.ops[self.graph.ops.index(op) :]
+        return next((self.place[other.name] for other in later if other.name in self.place), len(self.ops))
+
     def parts(self, cuts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """The names of all ops by stage, where the line is cut before these places."""
         bounds = [0, *cuts, len(self.ops)]

@@ -17,11 +17,13 @@ from ..cluster import Collective
 from ..cost import local_elements
 from ..cost.resources import COUNT, Resource
 from ..cost.time import update_time
+from ..errors import PlanError
 from ..ir import Parameter
 from ..ir.graph import ITEM_SIZE
 from ..ir.paths import layer_of
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..storage import SHARDED_KINDS, Replicated, Storage, StoredElements, restricted
+from .limits import StorageLimit
 from .spaces import ChoiceSpaces
 
 BUCKET = 25 * 2**20
@@ -42,6 +44,10 @@ UNITS, GRADIENTS = 2.0, 2.0
 
 KERNELS = 8
 """Of an optimizer's step on one parameter."""
+
+
+class StorageExcluded(PlanError):
+    """Constraints leave a parameter no storage on a mesh."""
 
 
 class ParameterCollective(NamedTuple):
@@ -72,12 +78,12 @@ class StoragePricing:
         self,
         spaces: ChoiceSpaces,
         fixed: Mapping[str, Storage] | None = None,
-        most: Mapping[str, int] | None = None,
+        limits: Mapping[str, StorageLimit] | None = None,
     ) -> None:
-        """`fixed`: the storage of every parameter, if it is known. `most`: the highest ZeRO level for some keys."""
+        """`fixed`: the storage of every parameter, if it is known. `limits`: how some may be stored, by key."""
         self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
         self.graph, self.mesh = spaces.analysis.graph, spaces.mesh
-        self.fixed, self.most = fixed, most or {}
+        self.fixed, self.limits = fixed, limits or {}
         self._counts: dict[tuple[tuple[int, ...], Layout], float] = {}
 
     def storage_options(self, parameter: Parameter, uses: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
@@ -90,6 +96,8 @@ class StoragePricing:
                 layouts.append(layout)
                 storage.append(stored)
                 used.append(self._used(parameter, layout, stored, unit))
+        if not layouts:
+            raise StorageExcluded(f"no storage of {parameter.key} is within its limits on {self.mesh}")
         return StorageOptions(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT),
                      alone=len(uses) == 1)  # fmt: skip
 
@@ -110,15 +118,13 @@ class StoragePricing:
         if self.fixed is not None:
             yield restricted(self.fixed.get(parameter.key, Replicated()), free)
             return
-        yield Replicated()
-        highest = self.most.get(parameter.key)
+        options: list[Storage] = [Replicated()]
         for kind in SHARDED_KINDS:
-            if not (parameter.trainable or kind.shards_parameter):
-                continue  # it has neither gradient nor optimizer state
-            if highest is None or len(kind.sharded()) <= highest:
+            if parameter.trainable or kind.shards_parameter:  # else it has neither gradient nor optimizer state
                 for count in range(1, len(free) + 1):
-                    for axes in combinations(free, count):
-                        yield kind(axes)
+                    options += [kind(axes) for axes in combinations(free, count)]
+        limit = self.limits.get(parameter.key)
+        yield from options if limit is None else limit.allowed(options, parameter.trainable)
 
     def _may_store(self, parameter: Parameter, layout: Layout, axis: str) -> bool:
         placement = layout.placement(axis)

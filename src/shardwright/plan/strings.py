@@ -4,6 +4,8 @@
 "pp=2,dp=2,zb"          two stages of two devices each, by the schedule zb
 "pp=1+3,dp"             two stages, of one and of three devices; dp takes what a stage has
 "pp=2,interleaved=3"    three virtual stages per pipeline rank
+"pp=2,cut=layers.4"     the second stage begins with layers.4 (of several: cut=layers.4+layers.8)
+"dp=2,recompute=layers.0+layers.1"      activation checkpointing of these modules, instead of all layers
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ CONTEXT = ("cp", "cp_all_gather", "ulysses")
 KNOWN = ("dp", "tp", "sp", "ep", *CONTEXT, *SHARDED)
 AUTO = "auto"
 RECOMPUTE = "recompute"
-"""Asks for activation checkpointing of every repeated layer."""
+"""Asks for activation checkpointing of every repeated layer, or of the modules that it names."""
+CUT = "cut"
+"""Names the modules that a stage begins with."""
 CHUNKED_LOSS = "chunked_loss"
 """Asks for logits in chunks of rows, in as many as are usual, or with a number in so many."""
 
@@ -38,6 +42,8 @@ class PolicyRequest:
     stages      of a pipeline: how many devices each stage has; () if there is none
     free        the policy that takes all devices of a stage, where stages differ
     chunked_loss  in how many chunks losses make their logits: None: at once, 0: as many as are usual
+    cuts        modules that a stage begins with
+    recomputed  modules that are recomputed, where it is not all layers
     refined     axes that are several, by the sizes of these, outermost first: ("tp", (2, 2)) is tp0=2 x tp1=2
     """
 
@@ -48,6 +54,8 @@ class PolicyRequest:
     schedule: ScheduleKind | None = None
     refined: tuple[tuple[str, tuple[int, ...]], ...] = ()
     chunked_loss: int | None = None
+    cuts: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -101,6 +109,8 @@ class PolicyRequest:
             parts.insert(0, f"pp={len(self.stages) if even else '+'.join(map(str, self.stages))}")
             parts += [word for word in (self.free, self.schedule and self.schedule.name) if word]
         parts = [*(parts or ["single"]), *([RECOMPUTE] if self.recompute else [])]
+        modules = ((CUT, self.cuts), (RECOMPUTE, self.recomputed))
+        parts += [f"{word}={'+'.join(names)}" for word, names in modules if names]
         if self.chunked_loss is not None:
             parts.append(f"{CHUNKED_LOSS}={self.chunked_loss}" if self.chunked_loss else CHUNKED_LOSS)
         return ",".join(parts)
@@ -178,6 +188,7 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
     schedule: ScheduleKind | None = None
     free = ""
     chunked_loss: int | None = None
+    modules: dict[str, tuple[str, ...]] = {}
     _check_once(text, items)
     for item in items:
         policy, equals, number = item.partition("=")
@@ -187,6 +198,8 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
             chunked_loss = _chunks(text, number if equals else "0")
         elif _schedule_word(item) in KINDS:
             schedule = _schedule(text, item)
+        elif policy in (CUT, RECOMPUTE) and equals:
+            modules[policy] = _modules(text, policy, number)
         elif policy == "pp":
             stages = _stages(text, number)
         elif not equals and len(stages) > 1 and policy in names and len(set(stages)) > 1:
@@ -203,7 +216,7 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
         stages = (inner,) * len(stages)
     request = PolicyRequest(
         parts=tuple(parts), recompute=RECOMPUTE in items, stages=stages, free=free, schedule=schedule,
-        chunked_loss=chunked_loss,
+        chunked_loss=chunked_loss, cuts=modules.get(CUT, ()), recomputed=modules.get(RECOMPUTE, ()),
     )  # fmt: skip
     _check_stages(text, request)
     return request
@@ -211,7 +224,7 @@ def parse_plan_string(text: str, names: tuple[str, ...] = KNOWN) -> PolicyReques
 
 def _check_once(text: str, items: Sequence[str]) -> None:
     named = [word for word in map(_schedule_word, items) if word in KINDS]
-    for word in ("pp", CHUNKED_LOSS):
+    for word in ("pp", CHUNKED_LOSS, CUT, RECOMPUTE):
         if [item.partition("=")[0] for item in items].count(word) > 1:
             raise PlanError(f"the plan {text!r} names {word} twice")
     if len(named) > 1:
@@ -220,10 +233,8 @@ def _check_once(text: str, items: Sequence[str]) -> None:
 
 def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tuple[str, Axis]]) -> None:
     policy, equals, number = item.partition("=")
-    if policy == RECOMPUTE:
-        raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
     if policy not in names:
-        known = ", ".join((*names, "pp", RECOMPUTE, CHUNKED_LOSS, schedule_names()))
+        known = ", ".join((*names, "pp", CUT, RECOMPUTE, CHUNKED_LOSS, schedule_names()))
         advice = _advice(policy, number, names).removesuffix("?")
         raise PlanError(f"the plan {text!r} asks for {policy!r}{advice}; known are {known}, as in 'dp=2,tp=2'")
     if number.isdigit() and (len(number) > 9 or int(number) > MOST_DEVICES):
@@ -234,6 +245,20 @@ def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tu
         raise PlanError(f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one")
     if any(policy == other for other, _ in parts):
         raise PlanError(f"the plan {text!r} names {policy} twice")
+
+
+def _modules(text: str, word: str, names: str) -> tuple[str, ...]:
+    modules = tuple(names.split("+"))
+    if not all(MODULE.fullmatch(name) for name in modules):
+        raise PlanError(
+            f"the plan {text!r} does not say which modules {word} is about; write {word}=layers.4+layers.8"
+            + (f", or {RECOMPUTE} alone for all layers" if word == RECOMPUTE else "")
+        )
+    return modules
+
+
+MODULE = re.compile(r"[\w*?]+(\.[\w*?]+)*")
+"""The path of a module, with stars."""
 
 
 def _chunks(text: str, number: str) -> int:
@@ -271,6 +296,8 @@ def _check_stages(text: str, request: PolicyRequest) -> None:
         raise PlanError(f"the plan {text!r} names the schedule {request.schedule.name}, but no pipeline; add pp=2")
     if request.free and request.parts:
         raise PlanError(f"the plan {text!r} has unequal stages; give them one policy without a number, as in pp=1+3,dp")
+    if request.cuts and not stages:
+        raise PlanError(f"the plan {text!r} says where stages begin, but has no pipeline; add pp=2")
     if stages and not request.free and any(size != math.prod(a.size for _, a in request.parts) for size in stages):
         raise PlanError(
             f"the plan {text!r} has stages of {', '.join(map(str, stages))} devices; say how each uses them with one "

@@ -2,7 +2,7 @@
 
 Read `step.py` (the types), `known.py` (gpipe, 1f1b, ...) and `kind.py` (a schedule by name, and what it knows about
 itself), `dependencies.py` (what waits for what), `check.py`, `simulate.py` and `memory.py` (on that graph), `draw.py`,
-`greedy.py` (a schedule for given times).
+`greedy.py` (a schedule for given times), `reorder.py` (a schedule with some steps in another order).
 """
 
 from .check import check
@@ -24,6 +24,7 @@ from .known import (
     zero_bubble,
 )
 from .memory import MicrobatchMemory, in_flight, saved_after
+from .reorder import reordered
 from .simulate import UNIT, SimulatedRun, StageTimes, lower_bound, simulate
 from .step import STEP_KINDS, Schedule, Step, StepKind, show_devices
 
@@ -53,6 +54,7 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "register_schedule",
+    "reordered",
     "saved_after",
     "schedule_kind",
     "schedule_names",

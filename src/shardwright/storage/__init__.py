@@ -8,7 +8,16 @@ generated file, the runtime and checkpoints.
 
 from __future__ import annotations
 
-from .kinds import KINDS, SHARDED_KINDS, parse_storage, storage_kind
+from .kinds import (
+    KINDS,
+    SHARDED_KINDS,
+    SHARDED_TENSORS,
+    kind_named,
+    of_zero,
+    parse_storage,
+    sharded_tensors,
+    storage_kind,
+)
 from .replicated import Replicated, restricted
 from .spec import (
     ParameterSpec,
@@ -25,14 +34,18 @@ from .storage import Storage, StorageCollective, StoredElements
 __all__ = [
     "KINDS",
     "SHARDED_KINDS",
+    "SHARDED_TENSORS",
     "ParameterSpec",
     "Replicated",
     "Storage",
     "StorageCollective",
     "StoredElements",
     "effective_storage",
+    "kind_named",
+    "of_zero",
     "parse_storage",
     "restricted",
+    "sharded_tensors",
     "sharding_axes",
     "storage_kind",
     "storage_layout",

@@ -22,6 +22,25 @@ SHARDED_KINDS = tuple(kind for kind in KINDS if kind.sharded())
 """Those that can be asked for along an axis, which are policies of plan strings too."""
 
 
+SHARDED_TENSORS = {kind.name: len(kind.sharded()) for kind in KINDS}
+"""How many of parameter, gradient and optimizer state a kind shards: the number of a ZeRO level, by the kind's name."""
+
+
+def sharded_tensors(written: Mapping[str, int | str]) -> int:
+    """The number of the ZeRO level of a storage as plan files write it."""
+    return max((SHARDED_TENSORS[storage_kind(symbol).name] for symbol in written.values()), default=0)
+
+
+def of_zero(number: int) -> type[Storage]:
+    """The kind of a ZeRO level; 0 is replicated."""
+    return next(kind for kind in KINDS if SHARDED_TENSORS[kind.name] == number)
+
+
+def kind_named(name: str) -> type[Storage]:
+    """The kind of a name, as plan strings write it."""
+    return next(kind for kind in KINDS if kind.name == name)
+
+
 def storage_kind(symbol: int | str) -> type[Storage]:
     """The kind that plan files and generated code write as `symbol`."""
     for kind in SHARDED_KINDS:

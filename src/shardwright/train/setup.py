@@ -22,7 +22,7 @@ from ..errors import ClusterError, InputError, PlanError
 from ..options import CompileOptions, PipelineOptions, expect_only
 from ..parallelize import cluster_size, parallelize, planned, read_request
 from ..plan import Plan
-from ..plan.request import AutoPlan, PlanRequest, PlanSource, read_source
+from ..plan.request import AutoPlan, PlanRequest, PlanSource, is_policy, read_source
 from ..plan.search_options import SearchOptions
 from ..planning import cluster_for, cluster_here, training_of
 from ..precision import read_precision
@@ -86,7 +86,7 @@ def compile_model(trainer: Trainer) -> CompiledTraining:
 
 def needs_ranks(source: PlanSource, cluster: str | Path) -> int | None:
     """The number of devices of a plan; None if the run decides."""
-    if not isinstance(source, AutoPlan):
+    if not isinstance(source, AutoPlan) and not is_policy(source):
         return ranks_of(source)
     return None if cluster == "auto" else cluster_size(cluster, source)
 

@@ -83,10 +83,10 @@ class Trainer:
         max_steps: the last step; max_epochs or this must be given
         max_epochs: the number of epochs
         validation: when the validation data is looked at
-        plan: "auto", a plan string such as "dp=2,tp=2", or the path of a plan file
+        plan: "auto", a plan string such as "dp=2,tp=2", the path of a plan file, or a policy ("mine.py:policy")
         cluster: what "auto" plans for, and whose peak MFU is of; see sw.parallelize
         memory: how much of a device's memory a plan may use, such as "70GiB"
-        constraints: what "auto" has to keep to: the path of a YAML file, or a list
+        constraints: what the plan has to keep to: the path of a YAML file, or a list
         pipeline: microbatches, their semantics, and when backward runs; see sw.PipelineOptions
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
         inputs: "global": every rank loads the global batch; "per_replica": each data-parallel group its rows

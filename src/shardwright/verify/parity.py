@@ -30,7 +30,6 @@ from torch.utils import _pytree as pytree
 from ..capture import AUTO, CapturedGraph, capture, cast, casting, copy_module, find_opaque, register_containers
 from ..compile import copy_to_meta
 from ..errors import InputError, LoweringError, PlanError, raise_all
-from ..ir import Graph
 from ..options import MOVED, CompileOptions, PipelineOptions, expect_only, read_options, refuse_moved
 from ..plan import Plan
 from ..plan.request import AutoPlan, PlanFile, PlanLike, PlanRequest, PlanSource, read_source, source_name, source_size
@@ -262,10 +261,7 @@ def source_for(model: nn.Module, example: Any, source: PlanSource, task: VerifyT
     old = old if task.outputs == "all" else only_scalars(old)
     known = rebind.read(source, old)
 
-    def again(new: Graph, world: int) -> Plan:
-        return rebind.rebind(known, old, new)
-
-    return again
+    return rebind.PlanOfOriginal(plan=known, graph=old)
 
 
 def _some_ranks(source: PlanSource) -> int:

@@ -7,7 +7,7 @@ except that the remaining casts are renumbered.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..ir import Graph, Op
 from ..plan import Plan
@@ -24,6 +24,17 @@ def read(source: Plan | PlanFile, graph: Graph) -> Plan:
     known = source if isinstance(source, Plan) else source.load(graph)
     known.check_against(graph)
     return known
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOfOriginal:
+    """A plan of the original model, read for the copy that is verified."""
+
+    plan: Plan
+    graph: Graph
+
+    def load(self, graph: Graph) -> Plan:
+        return rebind(self.plan, self.graph, graph)
 
 
 def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:

@@ -10,6 +10,7 @@ from shardwright.cluster import Cluster, Link, NodeGroup, find
 from shardwright.cost import TrainingSetup
 from shardwright.errors import PlanError
 from shardwright.plan.auto import SearchOptions
+from shardwright.plan.constraint_kinds import Range
 from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.joint import note_of, predicted
 from shardwright.plan.joint.bounds import bound_of
@@ -24,6 +25,7 @@ MIXED = TrainingSetup(compute="bfloat16")
 
 
 def setup(analysis, cluster, *, room=math.inf, training=None, **request):
+    request = {name: Range(value, value) if isinstance(value, int) else value for name, value in request.items()}
     return PipelineSetup(
         analysis=analysis, cluster=cluster, training=training or TrainingSetup(), limits=Limits(), size=cluster.size,
         room=lambda pp_rank: room, request=PipelineRequest(**request),

@@ -153,7 +153,7 @@ class PipelineCandidates:
         request = self.setup.request
         for runs in rank_assignments(self.setup.cluster, self.setup.size):
             stages = sum(count for count, _, _ in runs)
-            if stages > self.blocks.count or request.stages not in (None, stages):
+            if stages > self.blocks.count or (request.stages is not None and stages not in request.stages):
                 continue
             for pp_ranks in place_ranks(runs, self.setup.cluster, self.setup.names):
                 if all(self._has_axes(pp_rank) for pp_rank in dict.fromkeys(pp_ranks)):
@@ -167,6 +167,8 @@ class PipelineCandidates:
             alone = for_each(pp_ranks, alike, self.fronts.rough, microbatches)
             after = for_each(pp_ranks, alike, self.fronts.after, microbatches)
             for schedule in self._schedules(len(pp_ranks), microbatches):
+                if not self._are_wanted(pp_ranks, schedule):
+                    continue
                 bound = bound_of(alone, microbatches, schedule.fill, after)
                 yield PipelineCandidate(bound, pp_ranks, alike, microbatches, schedule)
 
@@ -189,7 +191,7 @@ class PipelineCandidates:
         """Whether a pipeline rank has the axes that the user named, in their sizes."""
         sizes = dict(zip(pp_rank.names, (pp_rank.data, pp_rank.inner), strict=True))
         return all(
-            sizes.get(name, 1) > 1 and all(demand.size in (None, sizes[name]) for demand in demands)
+            sizes.get(name, 1) > 1 and all(demand.size is None or sizes[name] in demand.size for demand in demands)
             for name, demands in self.setup.limits.axes.items()
         )
 
@@ -203,17 +205,22 @@ class PipelineCandidates:
             if pp_ranks * each <= self.blocks.count and (each == 1 or microbatches >= pp_ranks):
                 yield schedule
 
+    def _are_wanted(self, pp_ranks: Sequence[RankDevices], schedule: ScheduleKind) -> bool:
+        """Whether the stages are on the devices that a policy has placed them on, if it has."""
+        wanted = self.setup.limits.devices
+        return not wanted or wanted == tuple(pp_ranks[at].devices for (at,) in schedule.holders(len(pp_ranks)))
+
     def counts(self, pp_ranks: Sequence[RankDevices]) -> list[int]:
         """Numbers of microbatches that divide the batch on all pipeline ranks."""
         requested = self.setup.request.microbatches
         if any(self.batch % pp_rank.data for pp_rank in pp_ranks):
             return []
         if self.setup.local:
-            return [requested or 1]
+            return [requested.least if requested is not None else 1]
         samples = math.gcd(*(self.batch // pp_rank.data for pp_rank in pp_ranks))
         fitting = [count for count in range(1, samples + 1) if samples % count == 0] if self.can_split_batch else [1]
         if requested is not None:
-            return [count for count in fitting if count == requested]
+            return [count for count in fitting if count in requested]
         if len(pp_ranks) == 1:
             fitting = fitting[1:]  # without microbatches it is a flat plan, which another search covers
         if len(fitting) <= MOST_COUNTS:

@@ -19,9 +19,10 @@ from ...errors import PlanError
 from ...ir import Graph
 from ...lower.chunked_loss import faults_of_losses
 from ...rules import Analysis
+from ..binder import bind
 from ..chunking import heads_of
 from ..clash import with_memory
-from ..limits import Limits, bind
+from ..limits import Limits
 from ..op_kinds import ALONE
 from ..search_options import SearchOptions
 from .planner import JointResult, find_plan

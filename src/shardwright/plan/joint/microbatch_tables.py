@@ -12,6 +12,7 @@ time. So ops and reshards cost what they cost for one microbatch. What else diff
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -27,13 +28,13 @@ from ...layout import Axis, Layout, Mesh
 from ...rules import Analysis, Signature
 from ...storage import Storage
 from ..builder import PlanBuilder
-from ..constraints import ChoiceDemand
+from ..constraint_kinds import ChoiceDemand
 from ..context import SearchContext
-from ..limits import Limits
+from ..limits import Limits, StorageLimit
 from ..policies import dp
 from ..problem_structure import ProblemStructure
 from ..spaces import ChoiceSpaces
-from ..storage_options import ParameterCollective, StorageOptions, StoragePricing
+from ..storage_options import ParameterCollective, StorageExcluded, StorageOptions, StoragePricing
 from ..tables import Tables, storage_options_of
 from .bounds import ParameterBounds
 from .ranks import RankDevices, RankKinds
@@ -79,12 +80,12 @@ class PipelineStoragePricing(StoragePricing):
         self,
         spaces: ChoiceSpaces,
         microbatches: int,
-        most: Mapping[str, int],
+        limits: Mapping[str, StorageLimit],
         known: dict[tuple[object, ...], StorageOptions],
         fixed: Mapping[str, Storage] | None = None,
     ) -> None:
         """`known`: options on ranks of this kind; any number of microbatches above 1 has the same."""
-        super().__init__(spaces, fixed, most)
+        super().__init__(spaces, fixed, limits)
         self.microbatches, self._known = microbatches, known
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
 
@@ -188,7 +189,8 @@ class MicrobatchTables:
             skeleton, storage_options = self.context.plain, list[StorageOptions]()
             spaces = self._spaces(skeleton, pp_rank, microbatches)
             if spaces is not None:
-                storage_options = storage_options_of(skeleton, spaces, self._storing(pp_rank, spaces, microbatches))
+                with suppress(StorageExcluded):  # then no table can be made either
+                    storage_options = storage_options_of(skeleton, spaces, self._storing(pp_rank, spaces, microbatches))
             self._parameters[key] = ParameterBounds(skeleton, storage_options, self.cluster.overlap)
         return self._parameters[key]
 
@@ -216,11 +218,14 @@ class MicrobatchTables:
         outer_axes = tuple(
             name for name in self.names[:1] if name in spaces.mesh.names
         )  # outputs are joined by the loop
-        return Tables(skeleton, spaces, self._storing(pp_rank, spaces, microbatches), outer_axes)
+        try:
+            return Tables(skeleton, spaces, self._storing(pp_rank, spaces, microbatches), outer_axes)
+        except StorageExcluded:
+            return None
 
     def _storing(self, pp_rank: RankDevices, spaces: ChoiceSpaces, microbatches: int) -> PipelineStoragePricing:
         known = self._storage_options.setdefault((self.kinds.of(pp_rank), microbatches > 1), {})
-        return PipelineStoragePricing(spaces, microbatches, self.limits.most, known)
+        return PipelineStoragePricing(spaces, microbatches, self.limits.storing, known)
 
     def _spaces(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> ChoiceSpaces | None:
         moves = MicrobatchReshards(pp_rank, self.cluster, 1 if self.local else microbatches, self._prices)

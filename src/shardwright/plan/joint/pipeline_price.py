@@ -15,7 +15,7 @@ import numpy as np
 
 from ...cost.resources import Resource
 from ...memory import MemoryPeak, StageMemory
-from ...schedule import StageEdge
+from ...schedule import StageEdge, show_devices
 from ..digest import AxisUse, fold_parts, stored_bytes
 from ..plan import Plan
 from ..price import memory_as_json, short
@@ -173,7 +173,7 @@ class PipelinePrice:
         devices = planned.mesh.devices
         enters = [edge.forward for (_, receiver), edge in self.links.items() if receiver == number]
         return {
-            "devices": f"{devices[0]}-{devices[-1]}" if len(devices) > 1 else str(devices[0]),
+            "devices": show_devices(devices),
             "mesh": str(planned.mesh),
             "layers": layers_of_part(tuple(planned.choices)),
             "recompute": len(planned.recompute),

@@ -21,9 +21,11 @@ from ...rules.replica_axes import is_replica
 from ...schedule import schedule_kind
 from ..auto import NothingFits, SearchResult
 from ..auto import search as search_flat
+from ..binder import bind
 from ..clash import format_bytes
+from ..constraint_kinds import Range
 from ..context import SearchContext
-from ..limits import Limits, bind
+from ..limits import Limits
 from ..pipeline import check_microbatches
 from ..plan import Plan
 from ..search_options import SearchOptions
@@ -35,24 +37,26 @@ from .solved_stages import Refiner, SolvedPipeline, SolvedStage
 
 def pipeline_request(limits: Limits, options: SearchOptions) -> PipelineRequest:
     """What constraints and arguments ask of stages, microbatches and the schedule."""
-    constraints = limits.pipeline
-    count = constraints.get("microbatches", options.microbatches)
-    if options.microbatches not in (None, count):
-        raise PlanError(
-            f"PipelineOptions(microbatches={options.microbatches}), but a constraint asks for {count}; leave one of "
-            "them out"
-        )
-    stages, schedule = constraints.get("stages"), constraints.get("schedule")
+    count = limits.count("microbatches")
+    if options.microbatches is not None:
+        if count is not None and options.microbatches not in count:
+            raise PlanError(
+                f"PipelineOptions(microbatches={options.microbatches}), but a constraint asks for {count}; leave one "
+                "of them out"
+            )
+        count = Range(options.microbatches, options.microbatches)
+    schedule = limits.schedule
     return PipelineRequest(
-        stages=None if stages is None else int(stages),
-        microbatches=None if count is None else int(count),
-        schedule=None if schedule is None else schedule_kind(str(schedule)),
+        stages=limits.count("stages"),
+        microbatches=count,
+        schedule=None if schedule is None else schedule_kind(schedule),
     )
 
 
 def needs_pipeline(request: PipelineRequest, limits: Limits) -> bool:
     """Whether a flat plan can't meet the request."""
-    return (request.stages or 1) > 1 or (request.microbatches or 1) > 1 or bool(limits.pivots)
+    several = any(count is not None and count.least > 1 for count in (request.stages, request.microbatches))
+    return several or bool(limits.pivots) or len(limits.devices) > 1
 
 
 def axes_of(limits: Limits) -> tuple[str, str]:
@@ -69,25 +73,30 @@ def check_pipeline_request(search: PipelineSearch) -> None:
     request, blocks, setup = search.setup.request, search.blocks, search.setup
     graph = setup.analysis.graph
     least = len(blocks.pivots) + 1
-    if request.stages is not None and request.stages > setup.size:
+    placed = {device for devices in setup.limits.devices for device in devices}
+    if placed and len(placed) != setup.size:
+        raise PlanError(f"stages are placed on {len(placed)} devices, and there are {setup.size}; place some on each")
+    stages = request.stages
+    if stages is not None and stages.least > setup.size:
         raise PlanError(
-            f"{request.stages} stages are asked for, and there are {setup.size} devices; use {setup.size} at most"
+            f"{stages} stages are asked for, and there are {setup.size} devices; use {setup.size} at most"
         )
-    if request.stages is not None and request.stages > blocks.count:
+    if stages is not None and stages.least > blocks.count:
         most = f"in {blocks.count} at most; use fewer" if blocks.count > 1 else "nowhere; use 1"
-        raise PlanError(f"{request.stages} stages are asked for, and {graph.name} can be cut {most}")
-    if request.stages is not None and request.stages < least and request.schedule is None:
+        raise PlanError(f"{stages} stages are asked for, and {graph.name} can be cut {most}")
+    if stages is not None and stages.most < least and request.schedule is None:
         raise PlanError(
-            f"{request.stages} stages are asked for, and {least - 1} modules that a stage begins with; ask for {least}"
+            f"{stages} stages are asked for, and {least - 1} modules that a stage begins with; ask for {least}"
         )
-    count = request.microbatches or 1
+    count = request.microbatches.least if request.microbatches is not None else 1
     if count > 1 and not setup.local:
         if search.fault is not None:
             raise PlanError(
                 f'{count} microbatches are asked for, but {search.fault}; use 1, or pipeline.semantics="local", '
                 "which makes each of them a batch of its own"
             )
-        check_microbatches(graph, count, 1, False)
+        if request.microbatches is not None and request.microbatches.exact is not None:
+            check_microbatches(graph, count, 1, False)
 
 
 def nothing_found(search: PipelineSearch) -> PlanError:
@@ -96,9 +105,10 @@ def nothing_found(search: PipelineSearch) -> PlanError:
     demands = [
         f"{value} {name}"
         for name, value in (("stages", request.stages), ("microbatches", request.microbatches))
-        if value
+        if value is not None
     ]
     demands += [f"the schedule {request.schedule.name}"] if request.schedule else []
+    demands += [f"stages on the devices {limits.devices}"] if (limits := setup.limits).devices else []
     conditions = f" with {' and '.join(demands)}" if demands else ""
     rooms = format_bytes(setup.room(search.single_device()))
     graph = setup.analysis.graph
@@ -257,7 +267,7 @@ def find_plan(
     except NothingFits as error:
         fault = error
     trained = analysis.graph.entry.startswith("train")
-    flat_only = request.stages == 1 or options.data_only or not options.pipelines or not analysis.live
+    flat_only = request.stages == Range(1, 1) or options.data_only or not options.pipelines or not analysis.live
     if not trained or (flat_only and not only):
         return _flat(flat, None, fault, None)
 

@@ -20,6 +20,7 @@ from ...cost import TrainingSetup
 from ...layout import Axis, Mesh
 from ...rules import Analysis
 from ...schedule import ScheduleKind
+from ..constraint_kinds import Range
 from ..context import SearchContext
 from ..limits import Limits
 from ..meshes import divisors
@@ -144,8 +145,8 @@ def _inside(cluster: Cluster, rank: int) -> int:
 class PipelineRequest:
     """What the user asks of a pipeline; None leaves it open."""
 
-    stages: int | None = None
-    microbatches: int | None = None
+    stages: Range | None = None
+    microbatches: Range | None = None
     schedule: ScheduleKind | None = None
 
 
