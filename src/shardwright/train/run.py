@@ -14,6 +14,7 @@ run/
 
 from __future__ import annotations
 
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -84,8 +85,11 @@ class RunFolder:
         replace_text(path, text)
 
     def write_report(self, html: str) -> None:
-        """The report on the plan, made anew at every start and end."""
-        replace_text(self.path / REPORT, html)
+        """The report on the plan, made anew at every start and end. A run does not end for want of it."""
+        try:
+            replace_text(self.path / REPORT, html)
+        except OSError as error:
+            warnings.warn(f"the report of the run could not be written: {error}", stacklevel=2)
 
     def own(self) -> None:
         """Become the only run that writes here, or refuse to."""
