@@ -36,6 +36,8 @@ def test_experts_compute_in_the_dtype_of_autocast(mixtral):
     full, mixed = (predicted(*mixtral, precision, "2xA100-80GB") for precision in ("fp32", "bf16-mixed"))
     experts = [next(op["seconds"] for op in each["ops"] if "experts" in op["name"]) for each in (full, mixed)]
     assert experts[1] < experts[0] / 8
+    utilization = [each["throughput"]["mfu"] for each in (full, mixed)]
+    assert min(utilization) > 0.1 and max(utilization) < 1
 
 
 def linear_time(device, side, multiplies_in):

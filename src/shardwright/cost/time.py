@@ -91,7 +91,7 @@ def _operands(call: LocalCall) -> tuple[LocalTensor, ...]:
 
 
 def _product_time(call: LocalCall, device: Device, kind: Kind, flops: float) -> float:
-    dtype = units(device, _multiplied_in(call))
+    dtype = units(device, multiplied_in(call))
     casts = CAST_BYTES * sum(tensor.elements for tensor in _operands(call)) if dtype == "float8" else 0.0
     return device.op_time(flops, _bytes(call), kind, dtype) + _moved(casts, device)
 
@@ -100,7 +100,7 @@ CAST_BYTES = 2 + 2 + 1
 """For an element that is multiplied in float8: it is read for the largest one, read again, and written."""
 
 
-def _multiplied_in(call: LocalCall) -> str:
+def multiplied_in(call: LocalCall) -> str:
     """The dtype of a product: float8 if asked for, that of autocast where a part casts by itself, else its inputs'."""
     if call.multiplies_in is not None:
         return call.multiplies_in

@@ -6,10 +6,13 @@ from collections import Counter
 from typing import Any
 
 from ..cluster import Cluster
-from ..cost import TrainingSetup, flops, is_matmul, training_flops
-from ..cost.time import units
+from ..cost import TrainingSetup, flops, is_matmul, local_call, training_flops
+from ..cost.time import multiplied_in, units
+from ..layout import Mesh
 from ..ops import Kernel, spec_of
 from ..rules import Analysis
+
+ONE_DEVICE = Mesh(axes=())
 
 
 def throughput(
@@ -56,10 +59,7 @@ def _forward_flops(analysis: Analysis) -> float:
 def _dtype(analysis: Analysis, training: TrainingSetup) -> str:
     """The dtype of most of the matmuls' arithmetic."""
     work: Counter[str] = Counter()
-    values = analysis.graph.values
     for signature in analysis.signatures.values():
         if is_matmul(signature):
-            floating = [values[name] for name in signature.op.inputs if values[name].floating]
-            dtype = training.dtype(floating[0]) if floating else "float32"
-            work[dtype] += int(flops(signature))
+            work[multiplied_in(local_call(signature, {}, ONE_DEVICE, training))] += int(flops(signature))
     return work.most_common(1)[0][0] if work else "float32"
