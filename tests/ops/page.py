@@ -33,6 +33,16 @@ eager in the narrow dtype is. Anything else is a fault: other numbers, shapes or
 python -m tests.ops --ops 'nn.functional.conv' --dtype float64 --samples 3 --processes 2
 ```
 
+On 2026-11-18 all of it ran without a fault, in 109 minutes beside other work (half an hour on two quiet cores):
+
+| samples | right | refused, as listed below | drawn, compared in shape and dtype | skipped: no eager result, or lazy |
+|---|---|---|---|---|
+| ops, one device: float64, float32, bfloat16 | 17,909, 17,764, 14,382 | 957, 928, 856 | 90, 90, 90 | 43, 53, 48 |
+| ops, on 2 and on 3 ranks | 2,342 and 2,075 | | 47 and 41 | |
+| modules, one device: float64, float32, bfloat16 | 2,048, 2,048, 867 | 1, 1, 0 | | 6, 6, 0 |
+| modules, on 2 and on 3 ranks | 447 and 402 | | | |
+| optimizers, one device, and on 2 ranks | 87, and 174 | | | 4, and 8 |
+
 ## Random numbers
 
 Ops are known to be random by torch's own tag (`nondeterministic_seeded`), which a custom op may have too. A program

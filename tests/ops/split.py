@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.capture import CapturedGraph, capture
 from shardwright.capture.interpret import run
+from shardwright.cluster import Cluster
 from shardwright.compile import CompilerSettings, copy_to_meta
 from shardwright.errors import RankError, ShardwrightError
 from shardwright.ir import Graph, Op
@@ -87,10 +88,11 @@ def _wrong_roles(sample: Sample, captured: CapturedGraph, analysis: Analysis, wa
     return by_name
 
 
-def plan_of(pick: int) -> Callable[[Graph, int], Plan]:
+def plan_of(pick: int) -> Callable[[Graph, Cluster], Plan]:
     """A plan that splits every op on the `pick`-th of the roles that it has."""
 
-    def plan(graph: Graph, size: int) -> Plan:
+    def plan(graph: Graph, cluster: Cluster) -> Plan:
+        size = cluster.size
         axis = Axis(name="tp", size=size)
         builder = PlanBuilder(graph, Mesh(axes=(axis,)), analyse(graph, probing()))
         for op in builder.ops:

@@ -3,7 +3,7 @@
     an error of shardwright    printed with the frames of the user's code only and without what it came from, since its
                                message names the line and the remedy; SHARDWRIGHT_TRACEBACK=full shows everything
     any other error            printed as Python prints it
-    the same on many ranks     the first rank of a machine prints it, the others one line
+    the same on many ranks     the first rank of a machine prints it, the others its first line
     torchrun                   gets it in the rank's error file, which it prints last of all
 """
 
@@ -45,7 +45,9 @@ def report_uncaught(error: Exception, rank: int, first_rank: FirstRank, print_er
     if first in (rank, None):
         print_error(type(error), error, error.__traceback__)
     else:
-        text = f"rank {rank} ends with the {type(error).__name__} that rank {first} prints\n"
+        kind = f"{type(error).__module__}.{type(error).__name__}".removeprefix("builtins.")
+        line, *_ = str(error).splitlines() or [""]
+        text = f"rank {rank}: {kind}: {line} (rank {first} prints all of it)\n"
         sys.stderr.write(text)
         sys.stderr.flush()
     write_error_file(text, secondary=isinstance(error, RankError) or first not in (rank, None))
