@@ -14,10 +14,10 @@ from shardwright.cost.resources import COUNT, Resource
 from shardwright.parallelize import captured_graph
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.auto import SearchOptions, search
+from shardwright.plan.binder import bind
 from shardwright.plan.constraints import Constraints, read_constraints
 from shardwright.plan.context import SearchContext
 from shardwright.plan.known_splits import known_splits
-from shardwright.plan.limits import bind
 from shardwright.plan.mesh_fit import ReserveRange
 from shardwright.plan.price import price
 from shardwright.planning import only_scalars
@@ -102,6 +102,7 @@ def test_the_splits_of_plan_strings_keep_to_constraints():
     assert splits() == ["dp=8", "dp=4 x tp=2", "dp=2 x tp0=2 x tp1=2", "tp0=2 x tp1=4"]
     assert splits({"op": "linear", "replicated": True}) == []
     assert splits({"axis": "dp", "size": 2}) == []
+    assert splits(*({"module": "layers.0", "recompute": wanted} for wanted in (True, False))) == []
 
 
 def test_where_nothing_else_fits_parameters_are_not_gathered():

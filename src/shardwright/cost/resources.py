@@ -72,6 +72,11 @@ def memory() -> Row:
     return row(stored=1.0, kept=1.0, passing=1.0)
 
 
+def lasting_memory() -> Row:
+    """The same without what is there only for a while, of which a mean layer may say too much."""
+    return row(stored=1.0, kept=1.0)
+
+
 def certain_memory() -> Row:
     """The weights of a sum that no peak is below: at the end of forward all that is saved for backward exists.
 

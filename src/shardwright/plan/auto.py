@@ -20,6 +20,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..cost import TrainingSetup
 from ..cost.reshard_tables import ReshardTables
+from ..cost.resources import lasting_memory, memory
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
@@ -155,6 +156,8 @@ class _MeshSearch:
         if self._is_short(results):
             self._try_known_splits()
         if fitter.best is None:
+            self._try_lasting_sums(results)
+        if fitter.best is None:
             self._try_without_gathers()
         if fitter.best is not None and all(result is not fitter.best for result in results):
             chosen = fitter.best
@@ -175,6 +178,13 @@ class _MeshSearch:
         """Fit the splits of plan strings that may be faster than the best plan."""
         for candidate, tables in known_splits(self.frame):
             self._try(candidate, tables)
+
+    def _try_lasting_sums(self, results: Sequence[MeshResult]) -> None:
+        """Fit all meshes by sums of what lasts: where nothing fits, what a mean layer has for a while may be why."""
+        self.fitter.weights = lasting_memory()
+        for result in results:
+            self._try(result.candidate, result.plain)
+        self.fitter.weights = memory()
 
     def _try_without_gathers(self) -> None:
         """Fit all meshes with parameters that are never gathered: where nothing else fits, gathers may be why."""
@@ -219,7 +229,7 @@ class _MeshSearch:
     def _nothing_fits(self, results: Sequence[MeshResult]) -> PlanError:
         """Say what clashes, or if the model alone does not fit, how far it is from it."""
         leanest = self.fitter.leanest
-        reserve = max(0.0, leanest.transient) if leanest is not None else 0.0
+        reserve = max(0.0, leanest.beside_lasting) if leanest is not None else 0.0
         clash = find_clash(self.constraints, self._frame, reserve)
         if clash is not None and any(item in self.options.constraints.items for item in clash.items):
             return PlanError(str(clash))

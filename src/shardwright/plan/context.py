@@ -9,6 +9,7 @@ from functools import cached_property
 from ..cluster import Cluster
 from ..cost import TrainingSetup, is_matmul
 from ..cost.reshard_tables import ReshardTables
+from ..cost.resources import lasting_memory
 from ..ir.paths import prefixes
 from ..ir.recompute import faults_of, layers_of
 from ..rules import Analysis
@@ -17,7 +18,7 @@ from .meshes import MeshCandidate, candidates, name_axes
 from .op_kinds import OpKinds
 from .problem_structure import ProblemStructure
 from .search import least_memory
-from .spaces import ChoiceSpaces
+from .spaces import ChoiceSpaces, FixedChoices
 from .storage_options import StorageExcluded, StoragePricing
 from .tables import Tables
 
@@ -94,10 +95,17 @@ class SearchContext:
         base = list(candidates(self.cluster, self.size, data_only=self.per_replica))
         return name_axes(base, self.limits.axes, self.cluster, self.per_replica)
 
-    def tables(self, skeleton: ProblemStructure, candidate: MeshCandidate, like: Tables | None = None) -> Tables | None:
+    def tables(
+        self,
+        skeleton: ProblemStructure,
+        candidate: MeshCandidate,
+        like: Tables | None = None,
+        fixed: FixedChoices | None = None,
+    ) -> Tables | None:
         """The numbers of one mesh; None if the constraints leave an op or a layer no option on it.
 
-        `like`: tables of another structure on this mesh, whose prices are reused.
+        `like`: tables of another structure on this mesh, whose prices are reused. `fixed`: the split of every op, which
+        keeps to the constraints.
         """
         limits, kinds = self.limits, skeleton.kinds
         if like is not None:
@@ -108,7 +116,7 @@ class SearchContext:
             )
         spaces = ChoiceSpaces(
             kinds, ReshardTables(candidate.mesh, self.cluster),
-            data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
+            data=candidate.data, demands=limits.demands, fixed=fixed or FixedChoices(), twins=skeleton.twins.values(),
         )  # fmt: skip
         constrained = {kinds.of[name] for name in (*limits.demands, *limits.together)}
         if not all(spaces.of(kind).size for kind in constrained) or not all(skeleton.layers.values()):
@@ -140,7 +148,7 @@ class SearchContext:
 
     def _least(self, skeleton: ProblemStructure, candidate: MeshCandidate) -> float:
         tables = self.tables(skeleton, candidate)
-        return least_memory(tables.problem()) if tables is not None else math.inf
+        return least_memory(tables.problem(weights=lasting_memory())) if tables is not None else math.inf
 
 
 def recomputable(analysis: Analysis) -> dict[str, tuple[frozenset[str], ...]]:

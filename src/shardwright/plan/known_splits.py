@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cost.reshard_tables import ReshardTables
 from ..errors import PlanError
 from .context import SearchContext
 from .meshes import MeshCandidate, divisors
 from .policies import build_plan
-from .spaces import ChoiceSpaces, FixedChoices
-from .storage_options import StorageExcluded, StoragePricing
+from .spaces import FixedChoices
 from .strings import parse_plan_string
 from .tables import Tables
 
@@ -39,15 +37,10 @@ def known_splits(context: SearchContext) -> Iterator[tuple[MeshCandidate, Tables
         alike = all(choices[name] == first[kind] for name, kind in kinds.of.items())
         demands = limits.demands.items()
         if alike and all(demand.is_met(choices[name], plan.mesh.names) for name, every in demands for demand in every):
-            moves = ReshardTables(plan.mesh, context.cluster)
-            spaces = ChoiceSpaces(kinds, moves, fixed=FixedChoices(choices))
-            replica_axes = plan.mesh.names if context.per_replica else ()
-            storing = StoragePricing(spaces, limits=limits.storing)
-            try:
-                tables = Tables(context.plain, spaces, storing, tuple(replica_axes))
-            except StorageExcluded:
-                continue
-            yield MeshCandidate(plan.mesh, data=tuple(replica_axes)), tables
+            candidate = MeshCandidate(plan.mesh, data=tuple(plan.mesh.names) if context.per_replica else ())
+            tables = context.tables(context.plain, candidate, fixed=FixedChoices(choices))
+            if tables is not None:
+                yield candidate, tables
 
 
 def _strings(size: int, per_replica: bool) -> Iterator[str]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cost.resources import certain_memory, lasting_memory
 from ..cost.resources import memory as memory_weights
 from ..memory import MemoryPeak
 from .context import SearchContext
@@ -86,6 +87,12 @@ class MeshResult:
         assert self.solution is not None
         return (self.needs - self.solution.memory) * 1.01
 
+    @property
+    def beside_lasting(self) -> float:
+        """The same beside sums that count only what lasts."""
+        assert self.solution is not None and self.solution.resources is not None
+        return (self.needs - float(self.solution.resources @ lasting_memory())) * 1.01
+
 
 @dataclass(slots=True)
 class ReserveRange:
@@ -108,6 +115,7 @@ class MeshFitter:
     def __init__(self, context: SearchContext, options: SearchOptions, late: Callable[[], bool]) -> None:
         self.context, self.options, self.late = context, options, late
         self.limit = context.limits.memory
+        self.weights = memory_weights()
         self.hints: dict[tuple[bool, bool], np.ndarray] = {}
         self.peaks: dict[tuple[Tables, tuple[int, ...]], MemoryPeak] = {}
         self.best: MeshResult | None = None
@@ -240,16 +248,16 @@ class MeshFitter:
         key = (recompute, ask.reserve is None)
         aim = max(ROUGH, self.options.aim) if ask.rough else self.options.aim
         if ask.reserve is None:
-            problem = tables.problem(self.limit, certain=True, largest=ask.largest)
+            problem = tables.problem(self.limit, weights=certain_memory(), largest=ask.largest)
         else:
-            problem = tables.problem(self.limit - ask.reserve, largest=ask.largest)
+            problem = tables.problem(self.limit - ask.reserve, weights=self.weights, largest=ask.largest)
         hint = self.hints.get(key)
         solution = solve(problem, upper=ask.upper, stop=self.late, aim=aim, hint=hint, exact=not ask.rough)
         if solution.multipliers is not None:
             self.hints[key] = solution.multipliers
         if solution.resources is None:
             return solution
-        return replace(solution, memory=float(solution.resources @ memory_weights()))
+        return replace(solution, memory=float(solution.resources @ self.weights))
 
     def _simulated(self, result: MeshResult, upper: float) -> MeshResult:
         solution, tables = result.solution, result.tables

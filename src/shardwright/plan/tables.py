@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost import join_time, local_elements
-from ..cost.resources import COUNT, Resource, certain_memory, memory, phases
+from ..cost.resources import COUNT, Resource, Row, memory, phases
 from ..layout import INVARIANT, REPLICATE, Layout
 from ..lower import LoweredProgram, PlacementTask, Placer, transform
 from ..lower.chunked_loss import joined_losses
@@ -211,14 +211,14 @@ class Tables:
 
     # -- as a problem ----------------------------------------------------------------------
 
-    def problem(self, limit: float = math.inf, *, certain: bool = False, largest: float = math.inf) -> Problem:
+    def problem(self, limit: float = math.inf, *, weights: Row | None = None, largest: float = math.inf) -> Problem:
         """What is to be solved. `limit`: the memory limit of a device in bytes.
 
-        certain    only what certainly coexists counts: whatever fits by a memory simulation is within the limit
+        weights    what counts as memory, if not all bytes of the sums
         largest    bytes that an op may take by itself
         """
         problem = self._unlimited if largest == math.inf else self._with_smaller_ops(largest)
-        return problem.within(limit, certain_memory() if certain else None)
+        return problem.within(limit, weights)
 
     def largest_op(self, states: Sequence[int]) -> float:
         """The most bytes that an op takes by itself."""
