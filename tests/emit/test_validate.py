@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright import runtime
 from shardwright.capture import capture
+from shardwright.cluster import find
 from shardwright.emit import emit, validate
 from shardwright.errors import LoweringError
 from shardwright.lower import LoweredProgram
@@ -276,7 +277,7 @@ class Centred(nn.Module):
 
 def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
     graph = capture(Centred(), (torch.randn(6, 4),), {}).graph
-    program = lower(graph, split_on("centred", "n")(graph, 2))
+    program = lower(graph, split_on("centred", "n")(graph, find("cpu:2")))
     text = emit(program).text
     validate(program, text)
     (call,) = re.findall(r'runtime\.custom_algorithm\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
