@@ -34,7 +34,9 @@ def built(tmp_path_factory):
 
 def test_both_have_the_package_and_nothing_else(built):
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    files = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/shardwright").rglob("*.py")}
+    package = ROOT / "src/shardwright"
+    sources = [*package.rglob("*.py"), *(package / "report/visual/assets").iterdir()]
+    files = {path.relative_to(ROOT / "src").as_posix() for path in sources}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
