@@ -93,7 +93,7 @@ LOWER = (
         PLACE,
         'for key in ("dim", "sharding", "to_dim", "to_sharding"):',
         'for key in ("sharding", "to_dim", "to_sharding"):',
-        "lower/test_collectives.py",
+        "emit/test_file.py",
     ),
     Fault(
         "a bias is put into a product that others read",

@@ -24,7 +24,7 @@ RULES = (
         "ops/matmuls.py",
         '"mm", rule="m k+ ~1, k+ n ~2 -> m n"',
         '"mm", rule="m k+ ~1, k+ n ~2 -> n m"',
-        drawn("mm"),
+        WRITTEN,
     ),
     Fault(
         "what is added to a product is added on every rank",
@@ -45,7 +45,7 @@ RULES = (
         "ops/matmuls.py",
         'f"{name}^" if name in stuck else',
         "",
-        drawn("einsum"),
+        WRITTEN,
     ),
     Fault(
         "groups keep their number",

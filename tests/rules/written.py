@@ -48,6 +48,9 @@ PRODUCTS: Written = {
     "linear, no rows": ("linear", {"input": real(4), "weight": real(6, 4), "bias": real(6)}, "k+ ~1, n k+ ~2, n& -> n"),
     "linear to one number": ("linear", {"input": real(6, 4), "weight": real(4), "bias": None}, "ma k+ ~1, k+ ~2 -> ma"),
     "addmm, a row": ("addmm", {"self": real(6), "mat1": real(4, 6), "mat2": real(6, 6)}, "n&, m k+, k+ n -> m n"),
+    "mm of square matrices": (  # where every layout fits the sizes
+        "mm", {"self": real(6, 6), "mat2": real(6, 6)}, "m k+ ~1, k+ n ~2 -> m n",
+    ),
     "addbmm": (
         "addbmm", {"self": real(4, 1), "batch1": real(6, 4, 6), "batch2": real(6, 6, 6)},
         "m 1&, b+ m k+, b+ k+ n -> m n",
