@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.launched import launch
 
@@ -23,6 +24,9 @@ def run(text: str, folder: str) -> None:
     os.chdir(folder)
     os.environ["TORCHELASTIC_RUN_ID"] = "docs"  # by which Lightning knows torchrun
     exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    if dist.is_initialized():  # a rank that ends while the other still talks to its store may keep it from ending
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def printed(text: str, folder: Path) -> str:
